@@ -1,0 +1,270 @@
+"""The agent's configuration: a TOML file, then the environment, then flags; the later wins.
+
+Every setting is one field of `AgentConfig`. In the file it is a key of the same name, in the environment
+`REPLICATOR_<NAME>`, on the command line `--<name>` with dashes. Unknown keys are errors, and all
+timeouts derive from the one knob `deadline_s`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from replicator.errors import ConfigError, InvalidIdError
+from replicator.ids import validate_node_id
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENV_PREFIX = "REPLICATOR_"
+# Read by the trainer's library (replicator.client), not by the agent.
+CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET"})
+_SIZE_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+def default_root() -> str:
+    """The store's root when none is given: one per user, on the machine's shared-memory tmpfs."""
+    return f"/dev/shm/replicator-{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """All settings of one agent. Sizes in bytes, times in seconds."""
+
+    root: str = field(default_factory=default_root, metadata={"help": "directory of the store, on a tmpfs"})
+    node_id: str = field(default_factory=socket.gethostname, metadata={"help": "lasting logical name of this node"})
+    bind: str = field(default="127.0.0.1", metadata={"help": "address to listen on for peers"})
+    port: int = field(default=0, metadata={"help": "gRPC port for peers; 0 takes a free one and publishes it"})
+    bulk_port: int = field(default=0, metadata={"help": "TCP port of the bulk lane; 0 takes a free one"})
+    advertise: str = field(default="", metadata={"help": "host that peers should use; empty: the bind address"})
+    insecure: bool = field(default=False, metadata={"help": "allow a non-loopback bind without TLS"})
+    tls_cert: str = field(default="", metadata={"help": "PEM file of this agent's certificate"})
+    tls_key: str = field(default="", metadata={"help": "PEM file of its private key"})
+    tls_ca: str = field(default="", metadata={"help": "PEM file of the authority that peers' certificates must have"})
+    peers: tuple[str, ...] = field(default=(), metadata={"help": "host:port of other agents (static membership)"})
+    replicas: int = field(default=1, metadata={"help": "copies beside the owner's, when the job does not say"})
+    budget_bytes: int = field(
+        default=0,
+        metadata={"help": "bytes the store may take; 0: 90% of what the mount and cgroup leave", "size": True},
+    )
+    keep_last: int = field(default=2, metadata={"help": "protected containers of a job to keep, at least 1"})
+    lane: str = field(default="auto", metadata={"help": "auto, bulk or grpc", "choices": ("auto", "bulk", "grpc")})
+    connections_per_peer: int = field(default=2, metadata={"help": "bulk-lane connections to one peer"})
+    deadline_s: float = field(
+        default=30.0, metadata={"help": "no progress for this long is a failure; other timeouts derive from it"}
+    )
+    congestion: str = field(
+        default="", metadata={"help": "TCP congestion control of bulk sockets; empty: the system's"}
+    )
+    socket_mode: str = field(default="0600", metadata={"help": "permission bits of the unix socket, octal"})
+    idle_exit_s: float = field(
+        default=0.0, metadata={"help": "end when no trainer was attached for this long; 0: never"}
+    )
+    log_level: str = field(
+        default="info",
+        metadata={"help": "debug, info, warning or error", "choices": ("debug", "info", "warning", "error")},
+    )
+    log_format: str = field(default="text", metadata={"help": "text or json", "choices": ("text", "json")})
+
+    # Derived waits: each is shorter than the one that contains it.
+    @property
+    def rpc_deadline_s(self) -> float:
+        """For one unary call to a peer."""
+        return self.deadline_s / 6
+
+    @property
+    def lookup_deadline_s(self) -> float:
+        """For all answers of a lookup."""
+        return self.deadline_s / 3
+
+    @property
+    def connect_deadline_s(self) -> float:
+        """For a TCP connection to a peer."""
+        return self.deadline_s / 10
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.tls_cert)
+
+    def __post_init__(self) -> None:
+        try:
+            validate_node_id(self.node_id)
+        except InvalidIdError as error:
+            raise ConfigError(f"node_id: {error}") from None
+        if not self.root or "\0" in self.root:
+            raise ConfigError("root: expected a directory, found an empty path")
+        for name in ("port", "bulk_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name}: expected 0..65535, found {getattr(self, name)}")
+        _at_least("replicas", self.replicas, 0)
+        _at_least("keep_last", self.keep_last, 1)
+        _at_least("budget_bytes", self.budget_bytes, 0)
+        _at_least("connections_per_peer", self.connections_per_peer, 1)
+        _at_least("idle_exit_s", self.idle_exit_s, 0)
+        if not 0.1 <= self.deadline_s <= 86400:
+            raise ConfigError(f"deadline_s: expected 0.1..86400 seconds, found {self.deadline_s}")
+        for item in dataclasses.fields(self):
+            choices = item.metadata.get("choices")
+            if choices and getattr(self, item.name) not in choices:
+                raise ConfigError(
+                    f"{item.name}: expected one of {', '.join(choices)}, found {getattr(self, item.name)!r}"
+                )
+        if len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) != 1:
+            raise ConfigError("tls_cert, tls_key and tls_ca must be given together or not at all")
+        if self.tls and self.lane == "bulk":
+            raise ConfigError("lane = bulk is plain TCP and TLS was asked for; use lane = grpc or auto")
+        if not self.tls and not self.insecure and not _is_loopback(self.bind):
+            raise ConfigError(
+                f"bind = {self.bind!r} is not a loopback address and there is no TLS: anybody who reaches the port could "
+                "read checkpoints. Give tls_cert, tls_key and tls_ca, or accept the risk with insecure = true"
+            )
+        if self.advertise == "" and self.bind in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"bind = {self.bind!r} listens everywhere; say with advertise which address peers should use"
+            )
+        for peer in self.peers:
+            split_address(peer)
+        try:
+            int(self.socket_mode, 8)
+        except ValueError:
+            raise ConfigError(f"socket_mode: expected octal digits like 0600, found {self.socket_mode!r}") from None
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name}: expected {least} or more, found {value}")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """(host, port) of `host:port` or `[v6]:port`; ConfigError for anything else."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"expected an address like 10.0.0.1:7070, found {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `1500`, `64Mi`, `2G`, `2GB` or `2GiB`; ConfigError for anything else."""
+    stripped = text.strip().upper()
+    number = stripped.rstrip("KMGTIB")
+    unit = stripped[len(number) :].removesuffix("B")
+    try:
+        if unit not in _SIZE_UNITS:
+            raise ValueError
+        return int(float(number) * _SIZE_UNITS[unit])
+    except ValueError:
+        raise ConfigError(f"expected a size like 512Mi or 2G, found {text!r}") from None
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: str | Path | None = None,
+) -> AgentConfig:
+    """Merge file, environment and flags into one AgentConfig.
+
+    Args:
+        flags: field name -> value or text; None values are left out.
+        environ: REPLICATOR_* variables are read from it; default os.environ.
+        file: a TOML file; default the value of REPLICATOR_AGENT_CONFIG, else none.
+
+    Raises:
+        ConfigError: unknown key, wrong type, or values that contradict each other; names the key and its origin.
+    """
+    environ = os.environ if environ is None else environ
+    file = file or environ.get("REPLICATOR_AGENT_CONFIG") or None
+    values: dict[str, Any] = {}
+    if file is not None:
+        values.update(_from_file(Path(file)))
+    for name, text in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX) and name not in CLIENT_ENV:
+            values.update(_convert({name[len(ENV_PREFIX) :].lower(): text}, f"environment variable {name}"))
+    values.update(_convert({k: v for k, v in (flags or {}).items() if v is not None}, "command line"))
+    return AgentConfig(**values)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            table = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return _convert(table, str(path))
+
+
+def _convert(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    known = {item.name: item for item in dataclasses.fields(AgentConfig)}
+    types = get_type_hints(AgentConfig)
+    result: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+            raise ConfigError(f"{origin}: unknown setting {key!r}{hint}")
+        result[key] = _coerce(key, value, types[key], bool(known[key].metadata.get("size")), origin)
+    return result
+
+
+def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
+    def wrong(expected: str) -> ConfigError:
+        return ConfigError(f"{origin}: {key} expects {expected}, found {value!r}")
+
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"):
+            return True
+        if isinstance(value, str) and value.lower() in ("false", "0", "no", "off"):
+            return False
+        raise wrong("true or false")
+    if is_size and isinstance(value, str):
+        return parse_size(value)
+    if kind in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise wrong("a number")
+        try:
+            number = kind(value)
+        except ValueError:
+            raise wrong("a number") from None
+        if number != number or isinstance(value, float) and kind is int and number != value:
+            raise wrong("a whole number" if kind is int else "a number")
+        return number
+    if kind is str:
+        if not isinstance(value, str):
+            raise wrong("text")
+        return value
+    items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise wrong("a list of addresses")
+    return tuple(item for item in items if item)

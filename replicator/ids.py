@@ -1,0 +1,238 @@
+"""The words of the project as types: job, step, generation, container, object, node.
+
+Nothing here does I/O. Ids arrive from users and from peers; every constructor validates, so that an
+id that exists is a valid one. Ids are logical names: `store.paths` maps them under the store's root.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from replicator.errors import InvalidIdError
+
+MAX_JOB_CHARS = 128
+MAX_NODE_CHARS = 128
+MAX_NAME_CHARS = 200
+MAX_NAME_PARTS = 8
+MAX_STEP = 2**63 - 1
+MAX_EPOCH = 2**44 - 1
+ATTEMPT_BITS = 20
+MAX_ATTEMPT = 2**ATTEMPT_BITS - 1
+
+_PART = re.compile(r"[A-Za-z0-9_.\-+=@:~,]+")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})(?:_ckpt)?")
+
+
+def validate_part(text: str, what: str, max_chars: int) -> str:
+    """Return `text` when it can be one part of an id, else raise InvalidIdError with the reason."""
+    if not isinstance(text, str):
+        raise InvalidIdError(f"{what} must be a string, found {type(text).__name__}")
+    if not text:
+        raise InvalidIdError(f"{what} is empty")
+    if "\0" in text:
+        raise InvalidIdError(f"{what} contains a NUL character: {text!r}")
+    if text in (".", ".."):
+        raise InvalidIdError(f"{what} is {text!r}, which would be a path traversal")
+    if len(text) > max_chars:
+        raise InvalidIdError(f"{what} has {len(text)} characters, at most {max_chars} are allowed: {text[:40]!r}...")
+    if not _PART.fullmatch(text):
+        bad = next(char for char in text if not _PART.fullmatch(char))
+        raise InvalidIdError(
+            f"{what} contains {bad!r}; allowed are letters, digits and _ . - + = @ : ~ , in: {text[:80]!r}"
+        )
+    return text
+
+
+def validate_job(job: str) -> str:
+    """Return the job id, or raise InvalidIdError."""
+    return validate_part(job, "job id", MAX_JOB_CHARS)
+
+
+def validate_node_id(node_id: str) -> str:
+    """Return the node id, or raise InvalidIdError."""
+    return validate_part(node_id, "node id", MAX_NODE_CHARS)
+
+
+def validate_step(step: int) -> int:
+    """Return the step, or raise InvalidIdError. Step 0 is a step."""
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise InvalidIdError(f"step must be an integer, found {type(step).__name__} {step!r}")
+    if not 0 <= step <= MAX_STEP:
+        raise InvalidIdError(f"step must lie in 0..{MAX_STEP}, found {step}")
+    return step
+
+
+def validate_object_name(name: str) -> str:
+    """Return the object's name, or raise InvalidIdError. A name may have parts, separated by '/'."""
+    if not isinstance(name, str):
+        raise InvalidIdError(f"object name must be a string, found {type(name).__name__}")
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidIdError(
+            f"object name has {len(name)} characters, at most {MAX_NAME_CHARS} are allowed: {name[:40]!r}..."
+        )
+    parts = name.split("/")
+    if len(parts) > MAX_NAME_PARTS:
+        raise InvalidIdError(f"object name has {len(parts)} parts, at most {MAX_NAME_PARTS} are allowed: {name!r}")
+    for part in parts:
+        validate_part(part, f"part of object name {name[:80]!r}" if len(parts) > 1 else "object name", MAX_NAME_CHARS)
+    return name
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointContainerId:
+    """One checkpoint of one job at one step, written `<job>/step-<N>_ckpt`."""
+
+    job: str
+    step: int
+
+    def __post_init__(self) -> None:
+        validate_job(self.job)
+        validate_step(self.step)
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointContainerId:
+        """Parse `<job>/step-<N>_ckpt`; the suffix `_ckpt` may be left out.
+
+        Raises:
+            InvalidIdError: with the reason, for anything else.
+        """
+        if not isinstance(text, str):
+            raise InvalidIdError(f"container id must be a string, found {type(text).__name__}")
+        parts = text.split("/")
+        if len(parts) != 2:
+            raise InvalidIdError(f"expected a container id like 'my-job/step-100_ckpt', found {text[:200]!r}")
+        return cls(parts[0], parse_step_name(parts[1]))
+
+    @property
+    def step_name(self) -> str:
+        return f"step-{self.step}_ckpt"
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.step_name}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointObjectId:
+    """One immutable file of a container, written `<job>/step-<N>_ckpt/<name>`."""
+
+    container: CheckpointContainerId
+    name: str
+
+    def __post_init__(self) -> None:
+        validate_object_name(self.name)
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointObjectId:
+        """Parse `<job>/step-<N>_ckpt/<name>`.
+
+        Raises:
+            InvalidIdError: with the reason, for anything else.
+        """
+        if not isinstance(text, str):
+            raise InvalidIdError(f"object id must be a string, found {type(text).__name__}")
+        parts = text.split("/", 2)
+        if len(parts) != 3:
+            raise InvalidIdError(
+                f"expected an object id like 'my-job/step-100_ckpt/__0_0.distcp', found {text[:200]!r}"
+            )
+        return cls(CheckpointContainerId(parts[0], parse_step_name(parts[1])), parts[2])
+
+    def __str__(self) -> str:
+        return f"{self.container}/{self.name}"
+
+
+def parse_step_name(text: str) -> int:
+    """The step of `step-<N>_ckpt` or `step-<N>`; InvalidIdError for anything else."""
+    match = _STEP.fullmatch(text)
+    if match is None:
+        raise InvalidIdError(f"expected a step like 'step-100_ckpt' (no leading zeros), found {text[:80]!r}")
+    return validate_step(int(match.group(1)))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ContainerVersion:
+    """One attempt (generation) at saving one container: what stores and peers really hold.
+
+    Saving a step again makes a new generation, and objects of two generations never mix. Generations of
+    all steps of a job are ordered: a greater one was begun later, in this or in a later epoch.
+    """
+
+    container: CheckpointContainerId
+    generation: int
+
+    def __post_init__(self) -> None:
+        split_generation(self.generation)
+
+    @property
+    def epoch(self) -> int:
+        return split_generation(self.generation)[0]
+
+    def object(self, name: str) -> ObjectVersion:
+        return ObjectVersion(self, name)
+
+    def __str__(self) -> str:
+        epoch, attempt = split_generation(self.generation)
+        return f"{self.container}@{epoch}.{attempt}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectVersion:
+    """One object of one generation of a container."""
+
+    version: ContainerVersion
+    name: str
+
+    def __post_init__(self) -> None:
+        validate_object_name(self.name)
+
+    @property
+    def object_id(self) -> CheckpointObjectId:
+        return CheckpointObjectId(self.version.container, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.version}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeIdentity:
+    """One agent process: the node's lasting name, and a number drawn at every start of its agent."""
+
+    node_id: str
+    incarnation: int
+
+    def __post_init__(self) -> None:
+        validate_node_id(self.node_id)
+        if not 0 <= self.incarnation < 2**64:
+            raise InvalidIdError(f"incarnation must lie in 0..2^64-1, found {self.incarnation}")
+
+    def __str__(self) -> str:
+        return f"{self.node_id}#{self.incarnation:016x}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeAddress:
+    """Where an agent is reached: `grpc_address` is `host:port`."""
+
+    identity: NodeIdentity
+    grpc_address: str
+
+    @property
+    def node_id(self) -> str:
+        return self.identity.node_id
+
+
+def make_generation(epoch: int, attempt: int) -> int:
+    """Pack an epoch (44 bits) and an attempt within it (20 bits) into one ordered number."""
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise InvalidIdError(f"epoch must lie in 0..{MAX_EPOCH}, found {epoch}")
+    if not 0 <= attempt <= MAX_ATTEMPT:
+        raise InvalidIdError(f"attempt must lie in 0..{MAX_ATTEMPT}, found {attempt}")
+    return epoch << ATTEMPT_BITS | attempt
+
+
+def split_generation(generation: int) -> tuple[int, int]:
+    """The (epoch, attempt) of a generation; InvalidIdError when it is out of range."""
+    if isinstance(generation, bool) or not isinstance(generation, int) or not 0 <= generation < 2**64:
+        raise InvalidIdError(f"generation must lie in 0..2^64-1, found {generation!r}")
+    return generation >> ATTEMPT_BITS, generation & MAX_ATTEMPT
