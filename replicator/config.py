@@ -12,7 +12,7 @@ import difflib
 import ipaddress
 import os
 import socket
-import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,6 @@ from typing import Any, get_type_hints
 
 from replicator.errors import ConfigError, InvalidIdError
 from replicator.ids import validate_node_id
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ENV_PREFIX = "REPLICATOR_"
 # Read by the trainer's library (replicator.client), not by the agent.
@@ -135,8 +130,8 @@ class AgentConfig:
             raise ConfigError("lane = bulk is plain TCP and TLS was asked for; use lane = grpc or auto")
         if not self.tls and not self.insecure and not _is_loopback(self.bind):
             raise ConfigError(
-                f"bind = {self.bind!r} is not a loopback address and there is no TLS: anybody who reaches the port could "
-                "read checkpoints. Give tls_cert, tls_key and tls_ca, or accept the risk with insecure = true"
+                f"bind = {self.bind!r} is not a loopback address and there is no TLS: anybody who reaches the port "
+                "could read checkpoints. Give tls_cert, tls_key and tls_ca, or accept the risk with insecure = true"
             )
         if self.advertise == "" and self.bind in ("0.0.0.0", "::"):
             raise ConfigError(
@@ -257,7 +252,7 @@ def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
             number = kind(value)
         except ValueError:
             raise wrong("a number") from None
-        if number != number or isinstance(value, float) and kind is int and number != value:
+        if number != number or (isinstance(value, float) and kind is int and number != value):
             raise wrong("a whole number" if kind is int else "a number")
         return number
     if kind is str:
