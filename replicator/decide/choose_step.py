@@ -104,7 +104,7 @@ def _why_chosen(found: Assessment, evidence: Evidence, step: int | None, rejecte
     sentences.append(found.reason)
     only_durable = sum(1 for nodes in found.holders if all(node in evidence.durable for node in nodes))
     if only_durable:
-        sentences.append(f"{counted(only_durable, 'object')} exist only in a durable tier and are read from there.")
+        sentences.append(f"Only a durable tier has {counted(only_durable, 'object')} of it, to be read from there.")
     if rejected:
         names = [describe(item.version) for item in rejected]
         sentences.append(f"{counted(len(names), 'newer attempt')} cannot be restored: {listed(names)}.")
