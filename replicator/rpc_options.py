@@ -1,4 +1,4 @@
-"""gRPC options that both ends of a connection must agree on, and what TLS needs; used by agents, trainers and the admin.
+"""gRPC options that both ends of a connection must agree on, and what TLS needs: for agents, trainers and the admin.
 
 Keepalive is set here for clients and servers together: a server that tolerates fewer pings than its clients
 send answers with GOAWAY `too_many_pings` (F30). Message limits stay at gRPC's defaults of 4 MiB (F28).
