@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import math
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -35,6 +37,9 @@ _SIZE_UNITS = {
     "GI": 2**30,
     "TI": 2**40,
 }
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
+_ADDRESS = re.compile(rf"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>{_HOST.pattern})):(?P<port>[0-9]{{1,5}})")
+_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?P<unit>[KMGT]I?)?B?")
 
 
 def default_root() -> str:
@@ -128,26 +133,35 @@ class AgentConfig:
             raise ConfigError("tls_cert, tls_key and tls_ca must be given together or not at all")
         if self.tls and self.lane == "bulk":
             raise ConfigError("lane = bulk is plain TCP and TLS was asked for; use lane = grpc or auto")
+        if not _HOST.fullmatch(self.bind) and not _is_ip(self.bind):
+            raise ConfigError(f"bind: expected an address to listen on, like 127.0.0.1, found {self.bind!r}")
         if not self.tls and not self.insecure and not _is_loopback(self.bind):
             raise ConfigError(
                 f"bind = {self.bind!r} is not a loopback address and there is no TLS: anybody who reaches the port "
                 "could read checkpoints. Give tls_cert, tls_key and tls_ca, or accept the risk with insecure = true"
             )
-        if self.advertise == "" and self.bind in ("0.0.0.0", "::"):
+        if self.advertise and not _HOST.fullmatch(self.advertise) and not _is_ip(self.advertise):
+            raise ConfigError(
+                f"advertise: expected a host name or address without a port, found {self.advertise!r}; "
+                "the port is the one that the agent listens on"
+            )
+        if self.advertise == "" and _is_unspecified(self.bind):
             raise ConfigError(
                 f"bind = {self.bind!r} listens everywhere; say with advertise which address peers should use"
             )
         for peer in self.peers:
             split_address(peer)
-        try:
-            int(self.socket_mode, 8)
-        except ValueError:
-            raise ConfigError(f"socket_mode: expected octal digits like 0600, found {self.socket_mode!r}") from None
+        if not re.fullmatch("0?[0-7]{1,3}", self.socket_mode):
+            raise ConfigError(f"socket_mode: expected octal digits like 0600, found {self.socket_mode!r}")
 
 
 def _at_least(name: str, value: float, least: float) -> None:
     if value < least:
         raise ConfigError(f"{name}: expected {least} or more, found {value}")
+
+
+def _is_unspecified(host: str) -> bool:
+    return _is_ip(host) and ipaddress.ip_address(host).is_unspecified
 
 
 def _is_loopback(host: str) -> bool:
@@ -161,23 +175,27 @@ def _is_loopback(host: str) -> bool:
 
 def split_address(text: str) -> tuple[str, int]:
     """(host, port) of `host:port` or `[v6]:port`; ConfigError for anything else."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) <= 65535:
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match["port"]) <= 65535 or (match["v6"] and not _is_ip(match["v6"])):
         raise ConfigError(f"expected an address like 10.0.0.1:7070, found {text!r}")
-    return host.strip("[]"), int(port)
+    return match["v6"] or match["host"], int(match["port"])
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_size(text: str) -> int:
     """Bytes of `1500`, `64Mi`, `2G`, `2GB` or `2GiB`; ConfigError for anything else."""
-    stripped = text.strip().upper()
-    number = stripped.rstrip("KMGTIB")
-    unit = stripped[len(number) :].removesuffix("B")
-    try:
-        if unit not in _SIZE_UNITS:
-            raise ValueError
-        return int(float(number) * _SIZE_UNITS[unit])
-    except ValueError:
-        raise ConfigError(f"expected a size like 512Mi or 2G, found {text!r}") from None
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None:
+        raise ConfigError(f"expected a size like 512Mi or 2G, found {text[:80]!r}")
+    number, unit = match["number"], _SIZE_UNITS[match["unit"] or ""]
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
 def load_config(
@@ -252,8 +270,12 @@ def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
             number = kind(value)
         except ValueError:
             raise wrong("a number") from None
-        if number != number or (isinstance(value, float) and kind is int and number != value):
-            raise wrong("a whole number" if kind is int else "a number")
+        except OverflowError:
+            raise wrong("a finite number") from None
+        if not math.isfinite(number):
+            raise wrong("a finite number")
+        if kind is int and isinstance(value, float) and number != value:
+            raise wrong("a whole number")
         return number
     if kind is str:
         if not isinstance(value, str):

@@ -56,11 +56,15 @@ def validate_node_id(node_id: str) -> str:
 
 def validate_step(step: int) -> int:
     """Return the step, or raise InvalidIdError. Step 0 is a step."""
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise InvalidIdError(f"step must be an integer, found {type(step).__name__} {step!r}")
-    if not 0 <= step <= MAX_STEP:
-        raise InvalidIdError(f"step must lie in 0..{MAX_STEP}, found {step}")
-    return step
+    return _validate_number(step, "step", MAX_STEP)
+
+
+def _validate_number(number: int, what: str, most: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise InvalidIdError(f"{what} must be an integer, found {type(number).__name__} {number!r}")
+    if not 0 <= number <= most:
+        raise InvalidIdError(f"{what} must lie in 0..{most}, found {number}")
+    return number
 
 
 def validate_object_name(name: str) -> str:
@@ -203,8 +207,7 @@ class NodeIdentity:
 
     def __post_init__(self) -> None:
         validate_node_id(self.node_id)
-        if not 0 <= self.incarnation < 2**64:
-            raise InvalidIdError(f"incarnation must lie in 0..2^64-1, found {self.incarnation}")
+        _validate_number(self.incarnation, "incarnation", 2**64 - 1)
 
     def __str__(self) -> str:
         return f"{self.node_id}#{self.incarnation:016x}"
@@ -224,15 +227,12 @@ class NodeAddress:
 
 def make_generation(epoch: int, attempt: int) -> int:
     """Pack an epoch (44 bits) and an attempt within it (20 bits) into one ordered number."""
-    if not 0 <= epoch <= MAX_EPOCH:
-        raise InvalidIdError(f"epoch must lie in 0..{MAX_EPOCH}, found {epoch}")
-    if not 0 <= attempt <= MAX_ATTEMPT:
-        raise InvalidIdError(f"attempt must lie in 0..{MAX_ATTEMPT}, found {attempt}")
+    _validate_number(epoch, "epoch", MAX_EPOCH)
+    _validate_number(attempt, "attempt", MAX_ATTEMPT)
     return epoch << ATTEMPT_BITS | attempt
 
 
 def split_generation(generation: int) -> tuple[int, int]:
     """The (epoch, attempt) of a generation; InvalidIdError when it is out of range."""
-    if isinstance(generation, bool) or not isinstance(generation, int) or not 0 <= generation < 2**64:
-        raise InvalidIdError(f"generation must lie in 0..2^64-1, found {generation!r}")
+    _validate_number(generation, "generation", 2**64 - 1)
     return generation >> ATTEMPT_BITS, generation & MAX_ATTEMPT

@@ -1,0 +1,270 @@
+"""The agent's configuration: origins and their order, wrong keys, wrong values, unsafe binds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicator.config import AgentConfig, load_config, parse_size, split_address
+from replicator.errors import ConfigError
+
+FIELDS = [item.name for item in dataclasses.fields(AgentConfig)]
+SAMPLES: dict[str, Any] = {
+    "root": "/dev/shm/elsewhere",
+    "node_id": "rack-7.host-3",
+    "bind": "127.0.0.2",
+    "port": 7070,
+    "bulk_port": 7071,
+    "advertise": "10.0.0.7",
+    "insecure": True,
+    "peers": ("10.0.0.1:7070", "[fd00::1]:7070"),
+    "replicas": 2,
+    "budget_bytes": 1 << 30,
+    "keep_last": 3,
+    "lane": "grpc",
+    "connections_per_peer": 4,
+    "deadline_s": 12.5,
+    "congestion": "bbr",
+    "socket_mode": "0660",
+    "idle_exit_s": 60.0,
+    "log_level": "debug",
+    "log_format": "json",
+}
+TLS = {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_ca": "/a.pem"}
+
+
+def text_of(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def toml_of(values: dict[str, Any]) -> str:
+    def literal(value: Any) -> str:
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, tuple):
+            return "[" + ", ".join(f'"{item}"' for item in value) + "]"
+        return f'"{value}"' if isinstance(value, str) else repr(value)
+
+    return "\n".join(f"{name} = {literal(value)}" for name, value in values.items())
+
+
+def test_the_samples_cover_every_setting() -> None:
+    assert set(SAMPLES) | set(TLS) == set(FIELDS)
+
+
+def test_file_environment_and_flags_agree(tmp_path: Path) -> None:
+    """The same settings by each of the three ways give the same configuration."""
+    file = tmp_path / "agent.toml"
+    file.write_text(toml_of(SAMPLES))
+    expected = AgentConfig(**SAMPLES)
+    assert load_config(environ={}, file=file) == expected
+    assert load_config(environ={"REPLICATOR_AGENT_CONFIG": str(file)}) == expected
+    assert load_config(environ={f"REPLICATOR_{k.upper()}": text_of(v) for k, v in SAMPLES.items()}) == expected
+    assert load_config(flags={k: text_of(v) for k, v in SAMPLES.items()}, environ={}) == expected
+    assert load_config(flags=SAMPLES, environ={}) == expected
+
+
+def test_later_origin_wins(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('port = 1\nbulk_port = 1\nnode_id = "file"')
+    environ = {"REPLICATOR_PORT": "2", "REPLICATOR_BULK_PORT": "2"}
+    config = load_config({"port": 3, "root": None}, environ, file)
+    assert (config.port, config.bulk_port, config.node_id) == (3, 2, "file")
+
+
+def test_unknown_keys_are_errors_that_name_the_origin_and_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text("keep_lst = 3")
+    with pytest.raises(ConfigError, match=r"agent\.toml: unknown setting 'keep_lst'; did you mean keep_last\?"):
+        load_config(environ={}, file=file)
+    with pytest.raises(ConfigError, match="environment variable REPLICATOR_PROT: unknown setting 'prot'"):
+        load_config(environ={"REPLICATOR_PROT": "1"})
+    with pytest.raises(ConfigError, match="command line: unknown setting 'zzz'; known are root, node_id"):
+        load_config(flags={"zzz": 1}, environ={})
+
+
+def test_the_trainers_variables_are_not_the_agents() -> None:
+    load_config(environ={"REPLICATOR_JOB": "j", "REPLICATOR_SOCKET": "/s", "HOME": "/"})
+
+
+@pytest.mark.parametrize("content", [b"port = ", b"\xff\xfe", b"port = 1\nport = 2", b"[agent]\nport = 1"])
+def test_wrong_file(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"agent\.toml"):
+        load_config(environ={}, file=file)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ConfigError, match=f"cannot read the configuration file {path}"):
+            load_config(environ={}, file=path)
+
+
+@pytest.mark.parametrize(
+    ("toml", "reason"),
+    [
+        ('port = "http"', "port expects a number"),
+        ("port = 70000", "port: expected 0..65535"),
+        ("port = -1", "port: expected 0..65535"),
+        ("port = 1.5", "port expects a whole number"),
+        ("port = true", "port expects a number"),
+        ("port = inf", "port expects a"),
+        ("port = nan", "port expects a"),
+        ("port = []", "port expects a number"),
+        ("deadline_s = inf", "deadline_s expects a finite number"),
+        ("deadline_s = nan", "deadline_s expects a"),
+        ("deadline_s = 0", r"deadline_s: expected 0\.1\.\.86400"),
+        ("idle_exit_s = inf", "idle_exit_s expects a finite number"),
+        ("idle_exit_s = -1", "idle_exit_s: expected 0 or more"),
+        ("insecure = 1", "insecure expects true or false"),
+        ('insecure = "maybe"', "insecure expects true or false"),
+        ("node_id = 5", "node_id expects text"),
+        ('node_id = "../x"', "node_id: node id contains '/'"),
+        ('node_id = ""', "node_id: node id is empty"),
+        ('root = ""', "root: expected a directory"),
+        ('peers = ["10.0.0.1"]', r"expected an address like 10\.0\.0\.1:7070, found '10\.0\.0\.1'"),
+        ("peers = [1]", "peers expects a list of addresses"),
+        ("peers = 1", "peers expects a list of addresses"),
+        ("replicas = -1", "replicas: expected 0 or more"),
+        ("keep_last = 0", "keep_last: expected 1 or more"),
+        ("connections_per_peer = 0", "connections_per_peer: expected 1 or more"),
+        ("budget_bytes = -1", "budget_bytes: expected 0 or more"),
+        ('budget_bytes = "-1G"', "expected a size like 512Mi or 2G"),
+        ('budget_bytes = "inf"', "expected a size like 512Mi or 2G"),
+        ('lane = "pigeon"', "lane: expected one of auto, bulk, grpc, found 'pigeon'"),
+        ('log_level = "loud"', "log_level: expected one of"),
+        ('socket_mode = "rw"', "socket_mode: expected octal digits"),
+        ('socket_mode = "-7"', "socket_mode: expected octal digits"),
+        ('socket_mode = "10000"', "socket_mode: expected octal digits"),
+        ('tls_cert = "/c.pem"', "must be given together or not at all"),
+        ('bind = ""', "bind: expected an address"),
+    ],
+)
+def test_wrong_values_are_one_clear_line(tmp_path: Path, toml: str, reason: str) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_config(environ={}, file=file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "10.0.0.1", "::", "fd00::1", "example.org", "0", "::ffff:10.0.0.1"])
+def test_non_loopback_bind_without_tls_is_refused(bind: str) -> None:
+    """F39."""
+    with pytest.raises(ConfigError, match=r"insecure = true"):
+        AgentConfig(bind=bind, advertise="10.0.0.1")
+    assert AgentConfig(bind=bind, advertise="10.0.0.1", insecure=True).bind == bind
+    assert AgentConfig(bind=bind, advertise="10.0.0.1", **TLS).tls
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_loopback_bind_needs_nothing(bind: str) -> None:
+    assert AgentConfig(bind=bind).bind == bind
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "0:0:0:0:0:0:0:0"])
+def test_listening_everywhere_needs_an_address_to_tell_peers(bind: str) -> None:
+    """F33."""
+    with pytest.raises(ConfigError, match="say with advertise which address peers should use"):
+        AgentConfig(bind=bind, insecure=True)
+
+
+@pytest.mark.parametrize("advertise", ["10.0.0.1:7070", "a b", "http://x"])
+def test_advertise_is_a_host_without_port(advertise: str) -> None:
+    with pytest.raises(ConfigError, match="advertise: expected a host name or address without a port"):
+        AgentConfig(advertise=advertise)
+
+
+def test_bulk_lane_and_tls_contradict() -> None:
+    with pytest.raises(ConfigError, match="use lane = grpc or auto"):
+        AgentConfig(lane="bulk", **TLS)
+
+
+@given(st.floats(0.1, 86400))
+def test_derived_waits_are_ordered(deadline: float) -> None:
+    """F18: an inner wait ends before the one that contains it."""
+    config = AgentConfig(deadline_s=deadline)
+    assert (
+        0 < config.connect_deadline_s < config.rpc_deadline_s < config.lookup_deadline_s < config.deadline_s == deadline
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1500", 1500),
+        ("64Mi", 64 << 20),
+        ("64MiB", 64 << 20),
+        ("2G", 2 * 10**9),
+        ("2GB", 2 * 10**9),
+        ("2gib", 2 << 30),
+        (" 1.5 Ki ", 1536),
+        ("5B", 5),
+        ("1T", 10**12),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@given(st.integers(0, 2**63), st.sampled_from([("", 1), ("K", 1000), ("Ki", 1024), ("GiB", 1 << 30)]))
+def test_whole_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
+    assert parse_size(f"{number}{unit[0]}") == number * unit[1]
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
+    try:
+        size = parse_size(text)
+    except ConfigError:
+        return
+    assert size >= 0
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1X", "1GG", "inf", "nan", "1e999", "1 2", "BB", "1BB", "IB"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a size"):
+        parse_size(text)
+
+
+@given(st.sampled_from(["h", "10.0.0.1", "a-b.example.org", "fd00::1", "::1"]), st.integers(1, 65535))
+def test_address_round_trip(host: str, port: int) -> None:
+    text = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    assert split_address(text) == (host, port)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
+    try:
+        host, port = split_address(text)
+    except ConfigError:
+        return
+    assert host
+    assert 0 < port < 65536
+    assert text in (f"{host}:{text.rpartition(':')[2]}", f"[{host}]:{text.rpartition(':')[2]}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":1", "h", "h:", "h:0", "h:65536", "h:-1", "h:²", "h:\uff11", "h :1", "h\0:1", "fd00::1:80", "[h:1", "[]:1"],
+)
+def test_wrong_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected an address like 10\.0\.0\.1:7070"):
+        split_address(text)
+
+
+def test_defaults_are_valid_and_safe() -> None:
+    config = load_config(environ={})
+    assert config.bind == "127.0.0.1"
+    assert not config.insecure
+    assert config.root.startswith("/dev/shm/replicator-")
+    assert math.isfinite(config.deadline_s)
