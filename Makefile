@@ -1,0 +1,65 @@
+# Everything from a bare clone on a new machine: `make demo` and `make test` need nothing before them
+# but GNU make, Python 3.11 or newer with its venv module and, for the native core, a C++20 compiler.
+#
+#   make venv    the virtual environment .venv: PyTorch first, then Replicator, editable
+#   make demo    three nodes, one is lost, the job goes on; options: make demo DEMO_ARGS="--seed 7"
+#   make test    lint, then all tests; options: make test TEST_ARGS="tests/store -x"
+#   make lint    ruff and mypy --strict
+#   make format  let ruff rewrite what it can
+#   make clean   remove everything that the targets above made
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+CHECKED := replicator tests
+# What an installed environment depends on; Python sources are not among them: the install is editable.
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '4,9s/^# *//p' $(firstword $(MAKEFILE_LIST))
+
+venv: $(VENV)/.installed
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Replicator needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1). Say: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	@touch $@
+
+# PyTorch first and alone, so that no later resolution picks another build of it.
+$(VENV)/.torch: $(VENV)/.created
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(BUILD_INPUTS)
+	$(BIN)/python -m pip install --quiet --editable '.[test,torch]'
+	@touch $@
+
+demo: venv
+	$(BIN)/replicator-admin demo $(DEMO_ARGS)
+
+lint: venv
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy --strict -p replicator
+
+test: lint
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+format: venv
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+clean:
+	rm -rf $(VENV) build dist replicator/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find replicator tests -name __pycache__ -type d -prune -exec rm -rf {} +
