@@ -1,0 +1,20 @@
+"""The functions of native/module.cpp. They check no argument that replicator/native.py has checked."""
+
+from _typeshed import ReadableBuffer, WriteableBuffer
+
+def crc32c(buffer: ReadableBuffer, value: int, /) -> int: ...
+def crc32c_combine(crc_a: int, crc_b: int, len_b: int, /) -> int: ...
+def copy_crc32c(dst: WriteableBuffer, src: ReadableBuffer, value: int, /) -> int: ...
+def block_crcs(buffer: ReadableBuffer, block_size: int, /) -> list[int]: ...
+def recv_blocks(
+    fd: int,
+    dst: WriteableBuffer,
+    block_size: int,
+    progress_timeout_s: float,
+    slice_s: float,
+    cancel_fd: int,
+    prefix_crc: int,
+    prefix_size: int,
+    /,
+) -> tuple[int, list[int], int, int]: ...
+def implementation() -> str: ...
