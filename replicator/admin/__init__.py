@@ -1,0 +1,1 @@
+"""`replicator-admin`: the operator's command line, a gRPC client of any agent. Never imports torch."""

@@ -1,0 +1,54 @@
+"""`replicator-admin nodes`: every node the agent knows, and how it is."""
+
+from __future__ import annotations
+
+import argparse
+
+from replicator.admin.connection import AdminClient
+from replicator.admin.printers import Page, Printer, duration, size, yes_no
+from replicator.admin.views import View
+
+NAME = "nodes"
+HELP = "show all nodes, each asked for its own status"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(args: argparse.Namespace, printer: Printer) -> int:
+    from replicator.admin import views
+    from replicator.v1 import admin_pb2
+
+    with AdminClient.of(args) as client:
+        request = admin_pb2.NodesRequest(deadline_ms=client.agents_deadline_ms)
+        reply = client.call("Nodes", request, admin_pb2.NodesReply, "the status of all nodes")
+    printer.show(views.nodes(reply), _draw)
+    return 0
+
+
+def _draw(page: Page, view: View) -> None:
+    page.table(
+        ("NODE", "ADDRESS", "REACHABLE", "VERSION", "UP", "OBJECTS>", "SEALED>", "BUDGET>", "TRAINERS>"),
+        [_row(report) for report in view["nodes"]],
+    )
+    for report in view["nodes"]:
+        if not report["reachable"]:
+            who = report["node"]["node_id"] or report["node"]["grpc_address"]
+            page.line(f"No answer from {who}: {report['reason']}", style="yellow")
+
+
+def _row(report: View) -> tuple[str, ...]:
+    node, status = report["node"], report["status"]
+    start = (node["node_id"] or "?", node["grpc_address"], yes_no(report["reachable"]))
+    if status is None:
+        return (*start, "-", "-", "-", "-", "-", "-")
+    return (
+        *start,
+        status["version"],
+        duration(status["uptime_seconds"]),
+        str(status["sealed_objects"]),
+        size(status["sealed_bytes"]),
+        size(status["budget_bytes"]),
+        str(status["clients"]),
+    )

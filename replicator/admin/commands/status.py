@@ -1,0 +1,72 @@
+"""`replicator-admin status`: one agent, its memory, its jobs."""
+
+from __future__ import annotations
+
+import argparse
+
+from replicator.admin.connection import AdminClient
+from replicator.admin.printers import Page, Printer, duration, names, size
+from replicator.admin.views import View
+
+NAME = "status"
+HELP = "show one agent: its store, memory, trainers and jobs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--counters", action="store_true", help="show all counters too (JSON always has them)")
+
+
+def run(args: argparse.Namespace, printer: Printer) -> int:
+    from replicator.admin import views
+    from replicator.v1 import admin_pb2
+
+    with AdminClient.of(args) as client:
+        reply = client.call("Status", admin_pb2.StatusRequest(), admin_pb2.StatusReply, "its status")
+    printer.show(views.status(reply), lambda page, view: _draw(page, view, with_counters=args.counters))
+    return 0
+
+
+def _draw(page: Page, view: View, *, with_counters: bool) -> None:
+    node = view["node"]
+    used = view["sealed_bytes"] + view["reserved_bytes"] + view["free_segment_bytes"]
+    page.facts(
+        [
+            ("node", f"{node['node_id']} (incarnation {node['incarnation']})"),
+            ("agent", f"version {view['version']}, up {duration(view['uptime_seconds'])}"),
+            ("addresses", f"gRPC {node['grpc_address']}, bulk {view['bulk_address'] or 'not offered'}"),
+            ("store", f"{view['root']} on {view['filesystem'] or 'an unknown file system'}"),
+            ("budget", f"{size(used)} of {size(view['budget_bytes'])} taken"),
+            ("sealed", f"{view['sealed_objects']} objects in {size(view['sealed_bytes'])}"),
+            ("being written", size(view["reserved_bytes"])),
+            ("kept to recycle", size(view["free_segment_bytes"])),
+            ("trainers", f"{view['clients']} attached"),
+        ]
+    )
+    if view["filesystem"] not in ("", "tmpfs"):
+        page.line("Warning: the store is not on a tmpfs; saving is only as fast as that file system.", style="yellow")
+    if not view["native_core"]:
+        page.line("Warning: the agent runs on the Python fallback, without its native core.", style="yellow")
+    if view["quarantined_objects"]:
+        page.line(f"Warning: {view['quarantined_objects']} corrupt objects are in quarantine.", style="red")
+    if view["jobs"]:
+        page.table(
+            ("JOB", "EPOCH>", "MEMBERS>", "REPLICAS>", "BUDDIES", "COMMITTED>", "PROTECTED>"),
+            [
+                (
+                    job["job"],
+                    str(job["epoch"]),
+                    str(len(job["members"])),
+                    str(job["replicas"]),
+                    names(job["buddy_node_ids"]),
+                    _step(job["newest_committed_step"]),
+                    _step(job["newest_protected_step"]),
+                )
+                for job in view["jobs"]
+            ],
+        )
+    if with_counters:
+        page.table(("COUNTER", "VALUE>"), [(name, str(value)) for name, value in view["counters"].items()])
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None else f"step {step}"

@@ -1,0 +1,59 @@
+"""A progress bar on stderr for what takes longer than a second. Nothing where stderr is not a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_AFTER_S = 1.0
+
+
+class ByteProgress:
+    """Counts bytes; draws once `_AFTER_S` have passed."""
+
+    def __init__(self, title: str, total_bytes: int) -> None:
+        self._title = title
+        self._total = total_bytes
+        self._done = 0
+        self._started = time.monotonic()
+        self._enabled = sys.stderr.isatty()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    def add(self, number: int) -> None:
+        """`number` bytes more are done; negative when a piece has to be read again."""
+        self._done += number
+        if self._bar is None and self._enabled and self.seconds >= _AFTER_S:
+            self._bar = self._draw()
+            self._task = self._bar.add_task(self._title, total=self._total)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done)
+
+    def _draw(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), Speed())
+        bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        bar.start()
+        return bar
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,176 @@
+"""Replies of the agent as plain dictionaries: the JSON schema of docs/admin.md, and what the printers print.
+
+A change here is a change of the schema: add keys, never rename or remove them without a new SCHEMA_VERSION.
+Sizes are bytes and times are seconds. Checksums, incarnations and generations are hexadecimal text, since
+64-bit numbers do not survive every JSON parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from replicator.ids import split_generation
+
+if TYPE_CHECKING:
+    from replicator.v1 import admin_pb2, types_pb2
+
+SCHEMA_VERSION = 1
+View = dict[str, Any]
+
+
+def node(address: types_pb2.NodeAddress) -> View:
+    return {
+        "node_id": address.identity.node_id,
+        "incarnation": f"{address.identity.incarnation:016x}",
+        "grpc_address": address.grpc_address,
+    }
+
+
+def container(ref: types_pb2.ContainerRef) -> View:
+    epoch, attempt = split_generation(ref.generation)
+    return {
+        "container": f"{ref.job}/step-{ref.step}_ckpt",
+        "job": ref.job,
+        "step": ref.step,
+        "epoch": epoch,
+        "attempt": attempt,
+        "generation": f"{ref.generation:016x}",
+    }
+
+
+def unanswered(nodes: Iterable[types_pb2.UnansweredNode]) -> list[View]:
+    return [{"node_id": who.node_id, "grpc_address": who.grpc_address, "reason": who.reason} for who in nodes]
+
+
+def status(reply: admin_pb2.StatusReply) -> View:
+    return {
+        "node": node(reply.node),
+        "bulk_address": reply.bulk_address,
+        "version": reply.version,
+        "root": reply.root,
+        "filesystem": reply.filesystem,
+        "uptime_seconds": reply.uptime_ms / 1000,
+        "budget_bytes": reply.budget_bytes,
+        "sealed_bytes": reply.sealed_bytes,
+        "reserved_bytes": reply.reserved_bytes,
+        "free_segment_bytes": reply.free_segment_bytes,
+        "sealed_objects": reply.sealed_objects,
+        "quarantined_objects": reply.quarantined_objects,
+        "clients": reply.clients,
+        "native_core": reply.native_core,
+        "jobs": [job(item) for item in reply.jobs],
+        "counters": dict(sorted(reply.counters.items())),
+    }
+
+
+def job(reply: admin_pb2.JobStatus) -> View:
+    return {
+        "job": reply.job,
+        "epoch": reply.epoch,
+        "replicas": reply.replicas,
+        "members": [node(member) for member in reply.members],
+        "buddy_node_ids": list(reply.buddy_node_ids),
+        "newest_committed_step": reply.newest_committed_step if reply.has_committed else None,
+        "newest_protected_step": reply.newest_protected_step if reply.has_protected else None,
+    }
+
+
+def nodes(reply: admin_pb2.NodesReply) -> View:
+    return {
+        "nodes": [
+            {
+                "node": node(report.node),
+                "reachable": report.reachable,
+                "reason": report.reason,
+                "status": status(report.status) if report.reachable else None,
+            }
+            for report in reply.nodes
+        ]
+    }
+
+
+def containers(reply: admin_pb2.ListContainersReply) -> View:
+    return {
+        "containers": [
+            {
+                **container(report.container),
+                "committed": report.committed,
+                "protected": report.is_protected,
+                "recoverable": report.recoverable,
+                "objects": report.objects,
+                "size_bytes": report.size_bytes,
+                "min_copies": report.min_copies,
+                "manifest_on": list(report.manifest_on),
+                "reason": report.reason,
+            }
+            for report in reply.containers
+        ],
+        "unanswered": unanswered(reply.unanswered),
+    }
+
+
+def inspection(reply: admin_pb2.InspectReply) -> View:
+    """`matches_manifest` of a copy is None where its generation has no manifest to compare with."""
+    entry = reply.entry
+    of = container(reply.manifest_of) if reply.in_manifest and reply.HasField("manifest_of") else None
+    copies = []
+    for copy in reply.copies:
+        held = copy.descriptor
+        ref = held.object.container
+        comparable = reply.in_manifest and (of is None or ref == reply.manifest_of)
+        copies.append(
+            {
+                "node_id": copy.node.node_id,
+                "incarnation": f"{copy.node.incarnation:016x}",
+                **container(ref),
+                "size_bytes": held.size_bytes,
+                "crc32c": f"{held.crc32c:08x}",
+                "block_size_bytes": held.block_size_bytes,
+                "blocks": len(held.block_crc32c),
+                "owner_node_id": held.owner_node_id,
+                "matches_manifest": (held.size_bytes, held.crc32c) == (entry.size_bytes, entry.crc32c)
+                if comparable
+                else None,
+            }
+        )
+    return {
+        "in_manifest": reply.in_manifest,
+        "manifest_of": of,
+        "manifest_entry": {
+            "name": entry.name,
+            "size_bytes": entry.size_bytes,
+            "crc32c": f"{entry.crc32c:08x}",
+            "owner_node_id": entry.owner_node_id,
+        }
+        if reply.in_manifest
+        else None,
+        "copies": copies,
+        "unanswered": unanswered(reply.unanswered),
+    }
+
+
+def plan(reply: types_pb2.Plan) -> View:
+    return {
+        "found": reply.found,
+        "chosen": container(reply.container) if reply.found else None,
+        "reason": reply.reason,
+        "rejected": [{**container(item.container), "reason": item.reason} for item in reply.rejected],
+        "sources": sources(reply.sources),
+        "nodes": [node(item) for item in reply.nodes],
+        "unanswered": unanswered(reply.unanswered),
+        "world_size": reply.world_size,
+    }
+
+
+def sources(items: Iterable[types_pb2.ObjectSource]) -> list[View]:
+    return [
+        {
+            "name": item.name,
+            "size_bytes": item.size_bytes,
+            "crc32c": f"{item.crc32c:08x}",
+            "owner_node_id": item.owner_node_id,
+            "node_ids": list(item.node_ids),
+        }
+        for item in items
+    ]
