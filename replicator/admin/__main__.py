@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status (see docs/admin.md); raises nothing but the SystemExit of --help."""
     given = list(sys.argv[1:] if argv is None else argv)
     # Known before the line is parsed, so that an early error is reported in the right form, too.
-    printer = Printer("", as_json="--json" in given)
+    named = next((text for text in given if text in COMMANDS), None)
+    printer = Printer(named, as_json="--json" in given)
     try:
         args = build_parser(given).parse_args(given)
         printer = Printer(args.command, args.json)

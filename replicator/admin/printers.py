@@ -20,9 +20,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Printer:
-    """Prints the result of one command to stdout, as JSON or through a function that draws it for people."""
+    """Prints the result of one command to stdout, as JSON or through a function that draws it for people.
 
-    def __init__(self, command: str, as_json: bool) -> None:
+    Args:
+        command: its name; None where the command line could not be understood.
+        as_json: whether --json was given.
+    """
+
+    def __init__(self, command: str | None, as_json: bool) -> None:
         self._command = command
         self._as_json = as_json
 
