@@ -38,8 +38,8 @@ class Block(nn.Module):
         query, key, value = split.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(batch, length, width)))
-        hidden: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
-        return x + self.dropout(hidden)
+        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        return result
 
 
 class ByteTransformer(nn.Module):

@@ -38,7 +38,7 @@ class Saves:
         if not plan.found:
             return
         state = self._job.state()
-        reader = ReplicatedStorageReader(self._session, plan)
+        reader = ReplicatedStorageReader(self._session, plan=plan)
         load(state, storage_reader=reader)
         self._job.restore(state)
 
