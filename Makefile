@@ -4,6 +4,7 @@
 #   make venv    the virtual environment .venv: PyTorch first, then Replicator, editable
 #   make demo    three nodes, one is lost, the job goes on; options: make demo DEMO_ARGS="--seed 7"
 #   make test    lint, then all tests; options: make test TEST_ARGS="tests/store -x"
+#   make bench   limits, Replicator and its peers, measured; options: make bench BENCH_ARGS="--quick --json out.json"
 #   make lint    ruff and mypy --strict
 #   make format  let ruff rewrite what it can
 #   make clean   remove everything that the targets above made
@@ -13,18 +14,19 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
-CHECKED := replicator tests
+CHECKED := replicator tests benchmarks
 # What an installed environment depends on; Python sources are not among them: the install is editable.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format clean
+.PHONY: help venv demo test bench lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,9s/^# *//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '4,10s/^# *//p' $(firstword $(MAKEFILE_LIST))
 
 venv: $(VENV)/.installed
 
@@ -52,14 +54,18 @@ lint: venv
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy --strict -p replicator
+	$(BIN)/mypy --strict -p benchmarks
 
 test: lint
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+bench: venv
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
 clean:
-	rm -rf $(VENV) build dist replicator/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find replicator tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) build dist benchmarks/.cache replicator/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find replicator tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

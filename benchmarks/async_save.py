@@ -1,0 +1,21 @@
+"""An asynchronous save: how long the training stands still."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Settings, closing_all, measure, time_result
+from benchmarks.product import Trainer
+from benchmarks.results import Result, ratio_at_most
+from benchmarks.single import Single
+
+
+def measure_async_save(settings: Settings) -> list[Result]:
+    """Blocking time of `dcp.async_save` against one copy of the state."""
+    size = settings.size
+    with closing_all() as contenders:
+        contenders += [
+            Single("one copy of the state", "checkpointing:CopyRole", size=size),
+            Trainer("our async_save", "checkpointing:AsyncRole", settings, size=size, replicas=0),
+        ]
+        series = measure(contenders, settings)
+    copy, own = (series[contender.name] for contender in contenders)
+    return [time_result("async_blocking", "blocking time of dcp.async_save", size, own, copy, bar=ratio_at_most(1.1))]

@@ -1,0 +1,230 @@
+"""What the machine allows: copying into mapped tmpfs memory, and raw TCP from tmpfs to tmpfs.
+
+Nothing of the product is used here. Every product figure is a ratio to one of these, taken in turns with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.single import Single
+from benchmarks.worker import Role, Worker
+
+RECEIVE_WINDOW = 1 << 20
+SEND_RANGE = 1 << 30
+PAGE = 4096
+
+
+def address_of(area: mmap.mmap) -> int:
+    """Where a writable mapping lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+
+def mapped_file(directory: str | Path, size: int, *, faulted: bool) -> mmap.mmap:
+    """A new nameless file of `size` bytes in `directory`, mapped; all its pages touched when `faulted`."""
+    fd, path = tempfile.mkstemp(prefix="replicator-limit-", dir=directory)
+    try:
+        os.unlink(path)
+        os.posix_fallocate(fd, 0, size)
+        area = mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+    if faulted:
+        fault_in(area)
+    return area
+
+
+def fault_in(area: mmap.mmap) -> None:
+    """Write to every page."""
+    piece = os.urandom(min(1 << 20, len(area)))
+    for offset in range(0, len(area), len(piece)):
+        end = min(offset + len(piece), len(area))
+        area[offset:end] = piece[: end - offset]
+
+
+class CopyRole(Role):
+    """In a process of its own: memcpy from private memory into a mapped tmpfs file, or the other way.
+
+    Args:
+        recycled: the file's pages are there and mapped (the steady state); else each run takes a new file.
+        into_file: copy into the file; else from it into private memory.
+        threads: that share the copy.
+    """
+
+    def __init__(
+        self, directory: str, size: int, recycled: bool = True, into_file: bool = True, threads: int = 1
+    ) -> None:
+        self._directory, self._size, self._recycled, self._threads = directory, size, recycled, threads
+        self._memory = mmap.mmap(-1, size)
+        fault_in(self._memory)
+        self._file = mapped_file(directory, size, faulted=True) if recycled else None
+        self._into_file = into_file
+
+    def run(self) -> float:
+        """Seconds of one copy."""
+        area = self._file or mapped_file(self._directory, self._size, faulted=False)
+        memory, mapped = address_of(self._memory), address_of(area)
+        target, source = (mapped, memory) if self._into_file else (memory, mapped)
+        share = -(-self._size // self._threads // PAGE) * PAGE
+        pieces = [(offset, min(share, self._size - offset)) for offset in range(0, self._size, share)]
+        start = time.perf_counter()
+        if len(pieces) == 1:
+            ctypes.memmove(target, source, self._size)
+        else:
+            threads = [
+                threading.Thread(target=ctypes.memmove, args=(target + offset, source + offset, length))
+                for offset, length in pieces
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return time.perf_counter() - start
+
+
+def copy(name: str, directory: Path, size: int, **options: object) -> Single:
+    """Contender: one memcpy of `size` bytes, see `CopyRole`."""
+    return Single(name, "limits:CopyRole", "copier", directory=directory, size=size, **options)
+
+
+class SmallFilesRole(Role):
+    """In a process of its own: writes many small files on tmpfs and renames each, as sealing does."""
+
+    def __init__(self, directory: str, count: int, size: int) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="replicator-limit-", dir=directory))
+        self._count, self._data = count, os.urandom(size)
+
+    def run(self) -> float:
+        """Seconds of two files per object: the owner's and the copy."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir()
+        start = time.perf_counter()
+        for number in range(2 * self._count):
+            path = f"{self._directory}/{number}"
+            fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(fd, self._data)
+            os.close(fd)
+            Path(path + ".new").rename(path)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def small_files(name: str, directory: Path, count: int, size: int) -> Single:
+    """Contender: `count` objects of `size` bytes, each written and renamed twice."""
+    return Single(name, "limits:SmallFilesRole", "writer", directory=directory, count=count, size=size)
+
+
+class TcpSenderRole(Role):
+    """Serves one tmpfs file with `sendfile`: each connection says its range in a line, then gets it."""
+
+    def __init__(self, directory: str, size: int, congestion: str = "") -> None:
+        self._fd, path = tempfile.mkstemp(prefix="replicator-limit-", dir=directory)
+        os.unlink(path)
+        os.posix_fallocate(self._fd, 0, size)
+        with mmap.mmap(self._fd, size) as area:
+            fault_in(area)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=16)
+        if congestion:
+            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection, connection.makefile("rb") as requests:
+            for line in requests:
+                start, end = map(int, line.split())
+                while start < end:
+                    start += os.sendfile(connection.fileno(), self._fd, start, min(end - start, SEND_RANGE))
+
+
+class TcpReceiverRole(Role):
+    """Receives the file over kept connections straight into its own mapped tmpfs file."""
+
+    def __init__(
+        self, directory: str, size: int, port: int, connections: int, recycled: bool = True, congestion: str = ""
+    ) -> None:
+        self._directory, self._size = directory, size
+        self._file = mapped_file(directory, size, faulted=True) if recycled else None
+        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
+        for connection in self._sockets:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if congestion:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+
+    def run(self) -> float:
+        """Seconds from the request to the last byte."""
+        area = self._file or mapped_file(self._directory, self._size, faulted=False)
+        view = memoryview(area)
+        share = -(-self._size // len(self._sockets))
+        start = time.perf_counter()
+        threads = [
+            threading.Thread(target=_receive, args=(connection, view, i * share, min((i + 1) * share, self._size)))
+            for i, connection in enumerate(self._sockets)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+
+def _receive(connection: socket.socket, view: memoryview, start: int, end: int) -> None:
+    connection.sendall(b"%d %d\n" % (start, end))
+    while start < end:
+        count = connection.recv_into(view[start : min(end, start + RECEIVE_WINDOW)])
+        if not count:
+            raise ConnectionError("the sender closed its connection")
+        start += count
+
+
+class Tcp:
+    """Contender: raw TCP over loopback between two processes, tmpfs to tmpfs, no checksum."""
+
+    def __init__(
+        self, name: str, directory: Path, size: int, connections: int, congestion: str = "", recycled: bool = True
+    ) -> None:
+        self.name = name
+        common = {"directory": str(directory), "size": size, "congestion": congestion}
+        self._sender = Worker("benchmarks.limits:TcpSenderRole", common)
+        try:
+            port = self._sender.call("port")
+            self._receiver = Worker(
+                "benchmarks.limits:TcpReceiverRole",
+                {**common, "port": port, "connections": connections, "recycled": recycled},
+            )
+        except BaseException:
+            self._sender.close()
+            raise
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        return {"sender": self._sender.pid, "receiver": self._receiver.pid}
+
+    def prepare(self) -> None:
+        return
+
+    def run(self) -> float:
+        return float(self._receiver.call("run"))
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()

@@ -1,0 +1,32 @@
+"""The limits by themselves: what else this machine could do, for reading the other rows."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Settings, closing_all, measure, rate_result
+from benchmarks.limits import Tcp, copy
+from benchmarks.results import Result
+
+
+def measure_limits(settings: Settings) -> list[Result]:
+    """Copies and raw TCP, recycled and fresh memory, one and two at once, and the system's congestion control."""
+    size, directory, congestion = settings.size, settings.directory, settings.congestion
+    tcp = "raw TCP, 2 connections"
+    with closing_all() as contenders:
+        contenders += [
+            copy("memcpy into a mapped recycled segment", directory, size),
+            copy("memcpy by 2 threads into a mapped recycled segment", directory, size, threads=2),
+            copy("memcpy into a fresh file", directory, size, recycled=False),
+            copy("memcpy by 2 threads into a fresh file", directory, size, recycled=False, threads=2),
+            Tcp("raw TCP, 1 connection", directory, size, 1, congestion),
+            Tcp(tcp, directory, size, 2, congestion),
+            Tcp(f"{tcp}, into a fresh file", directory, size, 2, congestion, recycled=False),
+        ]
+        names = ["memcpy", "memcpy_2", "memcpy_fresh", "memcpy_2_fresh", "tcp_1", "tcp_2", "tcp_2_fresh"]
+        if congestion:
+            contenders.append(Tcp(f"{tcp}, the system's congestion control", directory, size, 2))
+            names.append("tcp_2_system")
+        series = measure(contenders, settings)
+    return [
+        rate_result(f"limit_{name}", contender.name, size, series[contender.name])
+        for name, contender in zip(names, contenders, strict=True)
+    ]

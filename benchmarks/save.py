@@ -1,0 +1,79 @@
+"""Saving: 1 GiB of mixed tensors to sealed objects, against memcpy and against what PyTorch offers."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Settings, closing_all, measure, rate_result
+from benchmarks.limits import copy
+from benchmarks.product import FirstSave, Trainer
+from benchmarks.results import Result, ratio_at_least
+from benchmarks.single import Single
+
+ROLE = "checkpointing:SaveRole"
+
+
+def measure_save(settings: Settings) -> list[Result]:
+    """The steady state: segments, or for PyTorch directories, are used in turn."""
+    size, directory = settings.size, settings.directory
+    with closing_all() as contenders:
+        contenders += [
+            copy("memcpy into a mapped recycled segment", directory, size),
+            copy("memcpy by 2 threads", directory, size, threads=2),
+            Trainer("our save", ROLE, settings, size=size, replicas=0),
+            Trainer("our save, 2 threads", ROLE, settings, size=size, replicas=0, threads=2),
+            Single("FileSystemWriter", "peers.stock:SaveRole", directory=directory, size=size),
+            Single("FileSystemWriter, 2 threads", "peers.stock:SaveRole", directory=directory, size=size, threads=2),
+            Single("torch.save", "peers.stock:SaveRole", directory=directory, size=size, way="torch.save"),
+        ]
+        series = measure(contenders, settings)
+    memcpy, memcpy2, own, own2, stock, stock2, plain = (series[contender.name] for contender in contenders)
+    fastest_stock = min((stock, stock2), key=lambda one: one.median_s or float("inf"))
+    return [
+        rate_result(
+            "save_steady",
+            "save, steady state, CRC included: tensors to sealed objects",
+            size,
+            own.span("sealed"),
+            memcpy,
+            bar=ratio_at_least(1.0),
+        ),
+        rate_result("save_steady_2_threads", "the same by 2 threads", size, own2.span("sealed"), memcpy2),
+        rate_result(
+            "save_vs_dcp",
+            "whole dcp.save, steady state, against stock DCP",
+            size,
+            own,
+            fastest_stock,
+            limit_name=f"{fastest_stock.name} (the faster one)",
+            bar=ratio_at_least(4.0),
+        ),
+        rate_result("save_vs_dcp_2_threads", "whole dcp.save, both by 2 threads", size, own2, stock2),
+        rate_result("save_vs_torch_save", "whole dcp.save against torch.save", size, own, plain),
+    ]
+
+
+def measure_first_save(settings: Settings) -> list[Result]:
+    """The very first save of a job: no segment is there, every page is faulted in."""
+    size = settings.size
+    with closing_all() as contenders:
+        contenders += [
+            FirstSave("our first save, 2 threads", settings, size=size, replicas=0, threads=2),
+            Single(
+                "FileSystemWriter, 2 threads",
+                "peers.stock:SaveRole",
+                directory=settings.directory,
+                size=size,
+                threads=2,
+            ),
+        ]
+        series = measure(contenders, settings)
+    own, stock = (series[contender.name] for contender in contenders)
+    return [
+        rate_result(
+            "save_first",
+            "save, very first, 4 KiB pages, 2 threads",
+            size,
+            own,
+            stock,
+            bar=ratio_at_least(1.0),
+        )
+    ]

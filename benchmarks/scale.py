@@ -1,0 +1,72 @@
+"""How cost grows: with the size of an object, with their number, with the number of agents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks import machine
+from benchmarks.harness import Settings, closing_all, count_result, measure, rate_result, time_result
+from benchmarks.limits import Tcp
+from benchmarks.product import Commit, Lookup, Trainer
+from benchmarks.results import Result
+from benchmarks.small import OBJECT_BYTES
+
+SIZES = (1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 8 << 30)
+COUNTS = (1, 10, 100, 1000, 10_000)
+AGENTS = (2, 4, 8, 16, 32, 64)
+COPIES = 6
+"""Of an object, on both nodes, while steps replace each other; and two of the raw limit's."""
+AGENT_BYTES = 120_000_000
+
+
+def measure_sizes(settings: Settings) -> list[Result]:
+    """Replication of one object of growing size, against raw TCP of the same size."""
+    rows = []
+    for size in SIZES:
+        name, words = f"scale_size_{size >> 20}_mib", f"replicate one object of {size >> 20} MiB"
+        needed = (COPIES + 2) * size
+        if needed > machine.available_memory():
+            reason = f"needs {needed >> 30} GiB of memory, {machine.available_memory() >> 30} GiB are available"
+            rows.append(Result(name=name, what=words, unit="GB/s", reason=reason))
+            continue
+        with closing_all() as contenders:
+            contenders += [
+                Tcp("raw TCP", settings.directory, size, settings.connections, settings.congestion),
+                Trainer("our replication", "trainer:ObjectsRole", settings, nodes=2, size=size, replicas=1),
+            ]
+            series = measure(contenders, settings)
+        rows.append(rate_result(name, words, size, series["our replication"], series["raw TCP"]))
+    return rows
+
+
+def measure_counts(settings: Settings) -> list[Result]:
+    """Replication of a growing number of objects of 4 KiB."""
+    rows = []
+    for count in COUNTS:
+        with closing_all() as contenders:
+            contenders.append(
+                Trainer("objects", "trainer:ObjectsRole", settings, nodes=2, replicas=1, size=OBJECT_BYTES, count=count)
+            )
+            series = measure(contenders, settings)["objects"]
+        words = f"replicate {count} objects of 4 KiB"
+        rows.append(count_result(f"scale_count_{count}", words, count, count * OBJECT_BYTES, series))
+    return rows
+
+
+def measure_agents(settings: Settings) -> list[Result]:
+    """Commit (stored on enough nodes, sent to all) and recovery lookup with a growing number of agents."""
+    rows = []
+    for count in AGENTS:
+        needed = count * AGENT_BYTES
+        if needed > machine.available_memory():
+            reason = f"needs {needed >> 20} MiB of memory, {machine.available_memory() >> 20} MiB are available"
+            rows.append(Result(name=f"scale_agents_{count}", what=f"{count} agents", unit="s", reason=reason))
+            continue
+        with closing_all() as contenders:
+            commit = Commit("commit", settings, count)
+            contenders += [commit, Lookup("lookup", commit)]
+            series = measure(contenders, settings)
+        for kind in ("commit", "lookup"):
+            row = time_result(f"scale_{kind}_{count}_agents", f"{kind} with {count} agents", 1, series[kind])
+            rows.append(replace(row, cpu_s_per_gb=None, cpu_by_process={}))
+    return rows

@@ -1,0 +1,44 @@
+"""All measurements by name, and how one that fails is reported."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from benchmarks.async_save import measure_async_save
+from benchmarks.harness import Settings
+from benchmarks.load import measure_load
+from benchmarks.machine_limits import measure_limits
+from benchmarks.memory import measure_memory
+from benchmarks.replicate import measure_pull, measure_replicate
+from benchmarks.results import Result
+from benchmarks.save import measure_first_save, measure_save
+from benchmarks.scale import measure_agents, measure_counts, measure_sizes
+from benchmarks.small import measure_small
+
+MEASUREMENTS: Mapping[str, Callable[[Settings], Sequence[Result]]] = {
+    "limits": measure_limits,
+    "save": measure_save,
+    "first_save": measure_first_save,
+    "replicate": measure_replicate,
+    "pull": measure_pull,
+    "load": measure_load,
+    "small": measure_small,
+    "async_save": measure_async_save,
+    "memory": measure_memory,
+    "sizes": measure_sizes,
+    "counts": measure_counts,
+    "agents": measure_agents,
+}
+QUICK = tuple(name for name in MEASUREMENTS if name not in ("sizes", "counts", "agents"))
+
+
+def run_measurement(name: str, settings: Settings) -> list[Result]:
+    """The rows of one measurement; a single failed row when it could not be done at all."""
+    try:
+        return list(MEASUREMENTS[name](settings))
+    except Exception as error:
+        settings.log(traceback.format_exc())
+        reason = f"{type(error).__name__}: {error}"
+        return [replace(Result(name=name, what=name, unit="", reason=reason), failed=True)]

@@ -1,0 +1,72 @@
+"""`python -m benchmarks`: its help, its JSON and its exit status, at sizes that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import EXIT_INVALID, EXIT_USAGE
+from benchmarks.harness import Settings
+from benchmarks.peers.environment import NotAvailableError, Recipe, ensure
+from benchmarks.results import schema_errors
+from benchmarks.worker import Worker, WorkerError
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--size", "1M", "--runs", "1", "--no-quiet-check", "--no-peers")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110)
+
+
+def test_help_documents_the_exit_status_and_hides_what_is_for_tests() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "--quick" in done.stdout
+    assert "results are not valid" in done.stdout
+    assert "--size" not in done.stdout
+
+
+def test_an_unknown_measurement_is_a_usage_error() -> None:
+    done = run("--only", "nonsense")
+    assert done.returncode == EXIT_USAGE
+    assert "found 'nonsense'" in done.stderr
+
+
+def test_limits_give_valid_json_that_is_not_called_a_valid_result(shm_root: Path) -> None:
+    """One run of a few microseconds is no measurement, and the command says so."""
+    file = shm_root / "out.json"
+    markdown = shm_root / "out.md"
+    done = run("--only", "limits", "--json", str(file), "--markdown", str(markdown), "--dir", str(shm_root), *TINY)
+    assert done.returncode == EXIT_INVALID, done.stderr
+    rows = json.loads(file.read_text())
+    assert schema_errors(rows) == []
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["limit_memcpy"]["unit"] == "GB/s"
+    assert by_name["limit_memcpy"]["value"] > 0
+    assert set(by_name["limit_tcp_1"]["cpu_s_per_gb_by_process"]) == {"sender", "receiver"}
+    assert not any(row["valid"] for row in rows)
+    assert "| what | value |" in markdown.read_text()
+    assert {path.name for path in shm_root.iterdir()} == {"out.json", "out.md"}
+
+
+def test_a_worker_tells_what_went_wrong() -> None:
+    with pytest.raises(WorkerError, match=r"copy into .*|No such file"):
+        Worker("benchmarks.limits:CopyRole", {"directory": "/nonexistent", "size": 4096})
+
+
+def test_a_peer_that_cannot_be_installed_is_not_available(tmp_path: Path) -> None:
+    recipe = Recipe("absent", ("no-such-distribution-for-replicator",), "pass", options=("--no-index",))
+    with pytest.raises(NotAvailableError, match=r"pip failed: .*no-such-distribution"):
+        ensure(recipe, Settings(cache=tmp_path, log=lambda _: None))
+
+
+def test_a_quick_run_does_not_compile_a_peer(tmp_path: Path) -> None:
+    recipe = Recipe("compiled", ("anything",), "pass", builds=True)
+    with pytest.raises(NotAvailableError, match="compiled when installed"):
+        ensure(recipe, Settings(cache=tmp_path, quick=True, log=lambda _: None))
