@@ -1,0 +1,178 @@
+"""`torch.distributed.checkpoint` loads from the memory of the nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+
+from replicator.checkpoint.fetch import Fetcher
+from replicator.checkpoint.loading import Reading, SavedTensors, reading_of
+from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
+from replicator.checkpoint.verified_copy import Extent
+from replicator.client.plan import Plan
+from replicator.client.session import Session, current_session
+from replicator.errors import ConfigError, CorruptObjectError, ReplicatorError
+from replicator.ids import validate_step
+
+STAGING_BYTES = 64 << 20
+"""Of the items that are read together. A larger item is read alone."""
+MAX_THREADS = 4
+
+
+class ReplicatedStorageReader(StorageReader):
+    """A storage reader for `dcp.load`. One reader serves many loads, one after another.
+
+    Every byte is checked against the checksums of the committed manifest before it is used. When no good copy is
+    found the load raises, and the tensors it was reading at that time are zeros.
+
+    Args:
+        session: from `replicator.init`; default: the session of this process, made when there is none.
+        step: load this step; default: the newest recoverable one, or what `dcp.load(checkpoint_id=...)` says.
+        plan: from `session.lookup()`: load exactly this. Otherwise the load looks it up, and under torch.distributed
+            all ranks of the session must load together; with a plan, ranks may also load one by one
+            (`no_dist=True`) or in a process group of their own.
+        threads: that copy and check; default: as many as there are processors, at most 4.
+    """
+
+    def __init__(
+        self,
+        session: Session | None = None,
+        step: int | None = None,
+        plan: Plan | None = None,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if step is not None:
+            validate_step(step)
+            if plan is not None and plan.step != step:
+                raise ConfigError(f"step {step} was asked for, with a plan for step {plan.step}; give one of the two")
+        self._session = session
+        self._step = step
+        self._given = plan
+        self._plan = plan
+        self._threads = threads or min(os.cpu_count() or 1, MAX_THREADS)
+        self._load_id = str(uuid.uuid4())
+        self._metadata: Metadata | None = None
+
+    # -- StorageReader
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Raises ConfigError when the id names another step than the plan that was given."""
+        self._plan = self._given
+        self._metadata = None
+        self._load_id = str(uuid.uuid4())
+        if checkpoint_id is None:
+            return
+        step = container_of(checkpoint_id, self.session.job).step
+        if self._given is not None and self._given.step != step:
+            raise ConfigError(f"checkpoint id {checkpoint_id} was asked for, with a plan for step {self._given.step}")
+        self._step = step
+
+    def read_metadata(self) -> Metadata:
+        """Raises NoRecoverableCheckpointError when there is nothing to load, with the reason."""
+        plan = self._plan = self._given or self.session.lookup(self._step)
+        with self._pool() as executor:
+            fetcher = Fetcher(self.session, plan, executor)
+            size = fetcher.source(METADATA_NAME).size
+            fetcher.prefetch({METADATA_NAME: size})
+            data = bytearray(size)
+            fetcher.fetch(METADATA_NAME, [Extent(0, memoryview(data))])
+        metadata = pickle.loads(data)
+        if not isinstance(metadata, Metadata):
+            raise CorruptObjectError(
+                f"{plan.version}/{METADATA_NAME} is a {type(metadata).__name__}, not DCP's Metadata"
+            )
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(plan, storage_data=str(self.plan.version))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises ReplicatorError, for all ranks, when they are about to load different checkpoints."""
+        versions = [plan.storage_data for plan in plans]
+        for rank, version in enumerate(versions):
+            if version != versions[0]:
+                raise ReplicatorError(
+                    f"rank 0 is about to load {versions[0]} and rank {rank} {version}; give all of them the plan of "
+                    "one session.lookup()"
+                )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        if self._metadata is None:
+            raise ConfigError("read_data() was called before set_up_storage_reader()")
+        saved = SavedTensors(self._metadata)
+        by_object: dict[str, list[Reading]] = {}
+        for request in plan.items:
+            info: _StorageInfo = self._metadata.storage_data[request.storage_index]
+            by_object.setdefault(info.relative_path, []).append(reading_of(request, info, saved))
+        with self._pool() as executor:
+            fetcher = Fetcher(self.session, self.plan, executor)
+            fetcher.prefetch({name: sum(one.needed for one in readings) for name, readings in by_object.items()})
+            for name, readings in by_object.items():
+                _read(fetcher, name, readings, planner)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The container being loaded, as text; before a load the step that was asked for."""
+        if self._plan is not None and self._plan.version is not None:
+            return str(self._plan.version.container)
+        return None if self._step is None else f"step-{self._step}"
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        return is_container(checkpoint_id)
+
+    # -- its own
+
+    @property
+    def session(self) -> Session:
+        """The session it loads in. Raises the errors of `replicator.init` when it has to be made."""
+        if self._session is None:
+            self._session = current_session()
+        return self._session
+
+    @property
+    def plan(self) -> Plan:
+        """What the last load read, or the one that was given."""
+        if self._plan is None:
+            raise ConfigError("nothing has been loaded yet; use session.lookup() to see what would be")
+        return self._plan
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._threads, thread_name_prefix="replicator-load")
+
+
+def _read(fetcher: Fetcher, name: str, readings: Sequence[Reading], planner: LoadPlanner) -> None:
+    """Items in the order of their bytes, many at a time, so that a block that several share is checked once."""
+    rest = deque(sorted(readings, key=lambda one: one.offset))
+    while rest:
+        batch = [rest.popleft()]
+        size = batch[0].needed
+        while rest and size + rest[0].needed <= STAGING_BYTES:
+            batch.append(rest.popleft())
+            size += batch[-1].needed
+        fetcher.fetch(name, [extent for one in batch for extent in one.prepare(planner)])
+        rest.extendleft(other for one in batch if (other := one.finish(planner)) is not None)

@@ -1,0 +1,229 @@
+"""Agreement among the ranks of a job: all get the same answer, or all get the same error, within a deadline.
+
+Ranks talk through the key-value store that torch.distributed was initialised with. No collective is used: the
+store works whatever the backend and the device are, from any thread, and its waits can be bounded and say which
+rank did not come.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from replicator.errors import DeadlineExceededError, ReplicatorError, from_wire, to_wire
+
+_PIECE_BYTES = 1 << 20  # a value of the store may have 8 MiB
+_SHOWN_RANKS = 8
+_GRACE_S = 2.0
+
+
+class Ranks(Protocol):
+    """The ranks that agree. `rank` 0 decides."""
+
+    rank: int
+    world_size: int
+
+    def agree(
+        self,
+        what: str,
+        local: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], bytes],
+        deadline_s: float,
+    ) -> bytes:
+        """Run `local` on every rank and `decide`, on rank 0, over all their results; its result on every rank.
+
+        All ranks must make the same calls in the same order.
+
+        Raises:
+            ReplicatorError: an error of any rank, of the same class and text on all of them.
+            DeadlineExceededError: ranks (named) that did not come within `deadline_s`.
+        """
+        ...
+
+    def post(self, key: str, value: bytes) -> None:
+        """Leave a value for the other ranks; it replaces an older one of this key."""
+        ...
+
+    def read(self, key: str, deadline_s: float) -> bytes:
+        """The value of a key, DeadlineExceededError when nobody posted it in time."""
+        ...
+
+
+class SingleRank:
+    """A process that is alone."""
+
+    rank = 0
+    world_size = 1
+
+    def agree(
+        self,
+        what: str,
+        local: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], bytes],
+        deadline_s: float,
+    ) -> bytes:
+        return decide([local()])
+
+    def post(self, key: str, value: bytes) -> None:
+        pass
+
+    def read(self, key: str, deadline_s: float) -> bytes:
+        raise DeadlineExceededError.of(key, "another rank, where there is none", 0.0)
+
+
+class StoreRanks:
+    """Ranks that share a key-value store with set, get, wait, check and delete_key (torch.distributed.Store).
+
+    Args:
+        store: every rank has its own connection to the same store.
+        name: ranks that agree use the same name; other users of the store another.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, name: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._name = name
+        self._round = 0
+
+    def agree(
+        self,
+        what: str,
+        local: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], bytes],
+        deadline_s: float,
+    ) -> bytes:
+        self._round += 1
+        key = f"{self._name}/{self._round}"
+        started = time.monotonic()
+        mine = _try(local)
+        if self.rank != 0:
+            self._put(f"{key}/{self.rank}", mine)
+            # Rank 0 waits for the slowest rank, and says so, before this rank gives up on rank 0.
+            return _unwrap(self._take(f"{key}/result", 1.5 * deadline_s + _GRACE_S, started, what))
+        result = _try(lambda: decide(self._gather(key, mine, deadline_s, started, what)))
+        self._put(f"{key}/result", result)
+        self._forget(self._round - 1)
+        return _unwrap(result)
+
+    def post(self, key: str, value: bytes) -> None:
+        self._put(f"{self._name}/{key}", value)
+
+    def read(self, key: str, deadline_s: float) -> bytes:
+        return self._take(f"{self._name}/{key}", deadline_s, time.monotonic(), key)
+
+    def _gather(self, key: str, mine: bytes, deadline_s: float, started: float, what: str) -> list[bytes]:
+        keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]
+        if not self._wait(keys, deadline_s - (time.monotonic() - started)):
+            missing = [str(rank) for rank, one in enumerate(keys, start=1) if not self._store.check([one])]
+            raise DeadlineExceededError.of(what, f"rank {_listed(missing)} of {self.world_size}", deadline_s)
+        gathered = [mine, *(self._get(one) for one in keys)]
+        _raise_first(gathered)
+        return [_unwrap(one) for one in gathered]
+
+    def _take(self, key: str, deadline_s: float, started: float, what: str) -> bytes:
+        if not self._wait([key], deadline_s - (time.monotonic() - started)):
+            raise DeadlineExceededError.of(what, f"rank 0 of {self.world_size}", deadline_s)
+        return self._get(key)
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        if not keys:
+            return True
+        try:
+            self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:  # what the store raises when the time is over, and when it is gone
+            try:
+                return bool(self._store.check(keys))
+            except RuntimeError as error:
+                raise ReplicatorError(
+                    f"the store of torch.distributed, held by rank 0, does not answer: {error}"
+                ) from None
+        return True
+
+    def _put(self, key: str, value: bytes) -> None:
+        pieces = [value[i : i + _PIECE_BYTES] for i in range(0, len(value), _PIECE_BYTES)]
+        for index, piece in enumerate(pieces[1:], start=1):
+            self._store.set(f"{key}/{index}", piece)
+        # The first piece makes the value visible, so it goes last.
+        self._store.set(key, json.dumps(len(pieces)).encode() + b"\n" + pieces[0])
+
+    def _get(self, key: str) -> bytes:
+        head, _, first = bytes(self._store.get(key)).partition(b"\n")
+        rest = [bytes(self._store.get(f"{key}/{index}")) for index in range(1, int(head))]
+        return b"".join([first, *rest])
+
+    def _forget(self, number: int) -> None:
+        """Every rank that came to this round has left the one before, so its keys are no longer read."""
+        if number < 1:
+            return
+        for name in ("result", *(str(rank) for rank in range(1, self.world_size))):
+            key = f"{self._name}/{number}/{name}"
+            try:
+                if not self._store.check([key]):
+                    continue
+                count = int(bytes(self._store.get(key)).partition(b"\n")[0])
+                for index in range(1, count):
+                    self._store.delete_key(f"{key}/{index}")
+                self._store.delete_key(key)
+            except RuntimeError:
+                return  # only room is lost
+
+
+def _try(function: Callable[[], bytes]) -> bytes:
+    """The result, or the error, of a function as a value that can travel."""
+    try:
+        return b"+" + function()
+    except Exception as error:
+        return b"-" + json.dumps(to_wire(error)).encode()
+
+
+def _unwrap(value: bytes) -> bytes:
+    if value[:1] == b"+":
+        return value[1:]
+    kind, message = json.loads(value[1:])
+    raise from_wire(kind, message)
+
+
+def _raise_first(gathered: Sequence[bytes]) -> None:
+    failed = [(rank, value) for rank, value in enumerate(gathered) if value[:1] != b"+"]
+    if not failed:
+        return
+    rank, value = failed[0]
+    kind, message = json.loads(value[1:])
+    others = f" (and rank {_listed([str(rank) for rank, _ in failed[1:]])} failed too)" if failed[1:] else ""
+    raise from_wire(kind, f"rank {rank}: {message}{others}")
+
+
+def _listed(ranks: Sequence[str]) -> str:
+    rest = len(ranks) - _SHOWN_RANKS
+    return ", ".join(ranks[:_SHOWN_RANKS]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def ranks_of(process_group: Any = None) -> Ranks:
+    """The ranks of a torch.distributed process group (default: all), or SingleRank where it is not initialised.
+
+    Does not import torch: a process that did not cannot have initialised it.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return SingleRank()
+    group = process_group if process_group is not None else dist.group.WORLD
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return SingleRank()
+    store = dist.distributed_c10d._get_default_store()
+    return StoreRanks(store, rank, world_size, f"replicator/{group.group_name}/{_take_number(group.group_name)}")
+
+
+_instances: dict[str, int] = {}
+
+
+def _take_number(group_name: str) -> int:
+    """How many times this process asked for this group's ranks: the same on all ranks of an SPMD program."""
+    _instances[group_name] = _instances.get(group_name, 0) + 1
+    return _instances[group_name]

@@ -1,0 +1,153 @@
+"""Recovery as the trainer asks for it: which checkpoint, and its bytes into this node. These calls wait for peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from replicator.client.local_agent import LocalAgent
+from replicator.decide.types import ObjectSource
+from replicator.errors import AgentUnavailableError, ReplicatorError, from_wire
+from replicator.ids import ContainerVersion, ObjectVersion
+from replicator.store.segment import MappedSegment
+from replicator.v1 import local_pb2, types_pb2
+from replicator.wire import source_to_pb, version_to_pb
+
+MAX_OBJECTS_PER_CALL = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """An object that is verified in this node's store. `lane` and `source_node_id` are empty when it was there."""
+
+    object: ObjectVersion
+    was_local: bool
+    source_node_id: str
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Some blocks of an object, not yet verified: block `i` of `crcs` lies at `index[i] * block_size` of the view."""
+
+    view: memoryview
+    block_size: int
+    index: dict[int, int]
+    crc32c: dict[int, int]
+    source_node_id: str
+
+
+def lookup(agent: LocalAgent, job: str, epoch: int, deadline_s: float, step: int | None = None) -> types_pb2.Plan:
+    """Ask this node's agent what to load; it asks all others, for at most `deadline_s`.
+
+    Raises:
+        StaleEpochError: a newer incarnation of the job exists.
+        AgentUnavailableError, DeadlineExceededError: no answer.
+    """
+    request = local_pb2.LookupRequest(job=job, epoch=epoch, deadline_ms=int(deadline_s * 1000))
+    if step is not None:
+        request.has_step = True
+        request.step = step
+    wait_s = deadline_s + agent.call_deadline_s
+    return agent.call_patiently("Lookup", request, types_pb2.Plan, wait_s, f"the recovery plan of job {job}")
+
+
+def retrieve(
+    agent: LocalAgent,
+    version: ContainerVersion,
+    sources: Sequence[ObjectSource],
+    epoch: int,
+    deadline_s: float,
+    on_progress: Callable[[str, int], None] | None = None,
+) -> list[Retrieved]:
+    """Bring whole objects into this node's store, verified; those that are there already cost nothing.
+
+    Args:
+        deadline_s: without progress for this long, a source, or the agent, is given up.
+        on_progress: called with an object's name and how many of its bytes are here.
+
+    Returns:
+        One item per source, in their order.
+
+    Raises:
+        ReplicatorError: the first object that no source could give, with all of its reasons; others may be here.
+    """
+    done: dict[str, Retrieved] = {}
+    failed: dict[str, ReplicatorError] = {}
+    while True:
+        missing = [source for source in sources if source.name not in done and source.name not in failed]
+        if not missing:
+            break
+        agent.wait_connected(deadline_s)
+        before = len(done)
+        started = time.monotonic()
+        try:
+            _retrieve_some(agent, version, missing[:MAX_OBJECTS_PER_CALL], epoch, deadline_s, done, failed, on_progress)
+        except AgentUnavailableError:
+            # Replaced while it worked: the next one is asked for the rest, as long as something moves.
+            if len(done) == before and time.monotonic() - started >= deadline_s:
+                raise
+    if failed:
+        name, error = next(iter(failed.items()))
+        others = f" ({len(failed) - 1} more objects failed)" if len(failed) > 1 else ""
+        raise type(error)(f"cannot bring {name} of {version} to this node: {error}{others}")
+    return [done[source.name] for source in sources]
+
+
+def _retrieve_some(
+    agent: LocalAgent,
+    version: ContainerVersion,
+    sources: Sequence[ObjectSource],
+    epoch: int,
+    deadline_s: float,
+    done: dict[str, Retrieved],
+    failed: dict[str, ReplicatorError],
+    on_progress: Callable[[str, int], None] | None,
+) -> None:
+    request = local_pb2.RetrieveRequest(
+        client_id=agent.client_id,
+        epoch=epoch,
+        container=version_to_pb(version),
+        objects=[source_to_pb(source) for source in sources],
+        deadline_ms=int(deadline_s * 1000),
+    )
+    awaited = f"{len(sources)} objects of {version}"
+    # The agent gives up a silent source after deadline_s and goes on to the next; it is silent itself for longer
+    # only when it hangs.
+    idle_s = 2 * deadline_s + agent.call_deadline_s
+    for event in agent.connection().stream("Retrieve", request, local_pb2.RetrieveEvent, idle_s, awaited):
+        if event.error_kind:
+            failed[event.name] = from_wire(event.error_kind, event.error_message)
+        elif event.done:
+            one = version.object(event.name)
+            done[event.name] = Retrieved(one, event.was_local, event.source_node_id, event.lane)
+        if on_progress is not None and not event.error_kind:
+            on_progress(event.name, event.bytes_done)
+
+
+@contextmanager
+def retrieve_blocks(
+    agent: LocalAgent,
+    version: ContainerVersion,
+    source: ObjectSource,
+    ranges: Sequence[tuple[int, int]],
+    epoch: int,
+    deadline_s: float,
+) -> Iterator[Blocks]:
+    """Bring the blocks that cover byte ranges (offset, length) of an object into scratch memory of this process.
+
+    The scratch memory is given back at the end of the `with` block; no view of it may be used after that.
+
+    Raises:
+        ReplicatorError: no source could give them; the message has all reasons.
+    """
+    request = local_pb2.RetrieveRangesRequest(
+        client_id=agent.client_id,
+        epoch=epoch,
+        container=version_to_pb(version),
+        object=source_to_pb(source),
+        ranges=[local_pb2.ByteRange(offset_bytes=offset, length_bytes=length) for offset, length in ranges],
+        deadline_ms=int(deadline_s * 1000),
+    )

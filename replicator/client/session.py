@@ -1,0 +1,340 @@
+"""A process's membership in a job: its agent, its epoch, and the lookups that all ranks do together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replicator.client.agreement import Ranks, ranks_of
+from replicator.client.job import find_job
+from replicator.client.local_agent import LocalAgent
+from replicator.client.plan import Plan, plan_from_pb
+from replicator.client.replication import ReplicationManager
+from replicator.client.retrieval import lookup
+from replicator.client.roll_call import Presence, here, members
+from replicator.client.segments import SegmentObject, Segments
+from replicator.config import load_config
+from replicator.errors import AgentUnavailableError, ConfigError
+from replicator.ids import (
+    MAX_ATTEMPT,
+    CheckpointContainerId,
+    ContainerVersion,
+    NodeAddress,
+    ObjectVersion,
+    make_generation,
+    split_generation,
+)
+from replicator.v1 import local_pb2, types_pb2
+from replicator.wire import version_from_pb
+
+logger = logging.getLogger("replicator.client")
+
+# Ranks come to a common point at different times; the slowest is given this many deadlines.
+AGREEMENT_DEADLINES = 4
+_MAX_BEGINS = 64
+# Attempts that another process of this job may have begun without this one knowing.
+_LONE_STRIDE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What another process of the same rank needs to take part in the same epoch."""
+
+    root: str
+    job: str
+    epoch: int
+    members: tuple[NodeAddress, ...]
+    replicas: int
+    deadline_s: float
+    auto_start: bool
+    idle_exit_s: float | None
+
+
+class Session:
+    """Made by `replicator.init`. Thread-safe; not usable in a forked child, which may make its own.
+
+    Pickling gives the other process (on the same node) its own handle in the same epoch.
+
+    Attributes:
+        job: the job's id. epoch: this incarnation of it. members: its nodes.
+        replicas: copies wanted beside the owner's. deadline_s: the one knob for waits.
+        agent: the handle on this node's agent. replication: copies and bulk retrieval of objects.
+    """
+
+    def __init__(self, agent: LocalAgent, spec: SessionSpec, ranks: Ranks | None = None) -> None:
+        self.job = spec.job
+        self.epoch = spec.epoch
+        self.members = spec.members
+        self.replicas = spec.replicas
+        self.deadline_s = spec.deadline_s
+        self.agent = agent
+        self.replication = ReplicationManager(agent, spec.job, spec.epoch, spec.deadline_s)
+        self.segments = Segments(agent)
+        self._spec = spec
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._generation = make_generation(spec.epoch, 0)
+        with _sessions_lock:
+            _sessions[_key(spec)] = self
+
+    @property
+    def node(self) -> NodeAddress:
+        """This node, as its peers reach its agent."""
+        return self.agent.node
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those who agree with this one."""
+        if self._ranks is None:
+            self._ranks = ranks_of()
+        return self._ranks
+
+    def lookup(self, step: int | None = None) -> Plan:
+        """Which checkpoint to load: the newest recoverable one, or only `step`. The same on all ranks.
+
+        Every rank must call it. A plan that found nothing is a plan too; its `reason` says why.
+
+        Raises:
+            StaleEpochError: a newer incarnation of the job exists; this one must stop.
+            AgentUnavailableError, DeadlineExceededError: the agent, or a rank, did not come. On all ranks.
+        """
+        self.agent.check()
+
+        def ask(_: object) -> bytes:
+            return lookup(self.agent, self.job, self.epoch, self.deadline_s / 3, step).SerializeToString()
+
+        answer = self.ranks.agree("the recovery plan", bytes, ask, AGREEMENT_DEADLINES * self.deadline_s)
+        return plan_from_pb(types_pb2.Plan.FromString(answer))
+
+    def begin(self, container: CheckpointContainerId) -> ContainerVersion:
+        """The coordinator's first step of a save: a generation of its own, which the other ranks `follow`.
+
+        Without an agent it is chosen here, far above those known.
+
+        Raises:
+            StaleEpochError: a newer incarnation of the job exists.
+        """
+        with self._lock:
+            version = self._begin(container)
+            self._generation = version.generation
+        self.ranks.post(_generation_key(container), str(version.generation).encode())
+        return version
+
+    def _begin(self, container: CheckpointContainerId) -> ContainerVersion:
+        request = local_pb2.BeginRequest(job=self.job, step=container.step, epoch=self.epoch)
+        try:
+            for _ in range(_MAX_BEGINS):
+                reply = self.agent.call("Begin", request, local_pb2.BeginReply)
+                version = version_from_pb(reply.container)
+                # An agent that was restarted may not know of attempts of which nothing was published.
+                if version.generation > self._generation:
+                    return version
+        except AgentUnavailableError as error:
+            logger.warning("%s is begun without the agent: %s", container, error)
+        epoch, attempt = split_generation(self._generation)
+        return ContainerVersion(container, make_generation(epoch, min(attempt + _LONE_STRIDE, MAX_ATTEMPT)))
+
+    def follow(self, container: CheckpointContainerId, told: ContainerVersion) -> ContainerVersion:
+        """The generation that the coordinator began for this save, which told `told`, maybe long ago.
+
+        Generations only grow, so one that this rank has not used yet is the one of now.
+        """
+        with self._lock:
+            generation = told.generation
+            if generation <= self._generation:
+                posted = self.ranks.read(_generation_key(container), self.deadline_s)
+                generation, told = int(posted), ContainerVersion(container, int(posted))
+            self._generation = max(self._generation, generation)
+        return told
+
+    def create(self, one: ObjectVersion, size: int) -> SegmentObject:
+        """A new object on this node; `size` in bytes as far as known. Use it in a `with` block: it is sealed at
+        the end, and nothing of it stays when the block raises.
+
+        Raises:
+            StoreFullError: no room, with numbers.
+            StaleEpochError: a newer incarnation of the job exists.
+        """
+        return self.segments.create(one, size, self.epoch)
+
+    def close(self) -> None:
+        """Leave. The agent goes on with what it was asked for. Idempotent."""
+        with _sessions_lock:
+            if _sessions.get(_key(self._spec)) is self:
+                del _sessions[_key(self._spec)]
+        self.agent.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return attach, (self._spec,)
+
+    def __repr__(self) -> str:
+        return f"Session(job={self.job!r}, epoch={self.epoch}, node={self.node.node_id!r})"
+
+
+# Sessions of this process, so that one that comes back from a pickle is the one that is there.
+_sessions: dict[tuple[str, str, int, int], Session] = {}
+_sessions_lock = threading.Lock()
+
+
+def open_session() -> Session | None:
+    """The newest session of this process that is not closed, or None."""
+    with _sessions_lock:
+        mine = [session for key, session in _sessions.items() if key[-1] == os.getpid()]
+    return mine[-1] if mine else None
+
+
+def current_session() -> Session:
+    """`open_session`, or a new one from `init()` when there is none. Raises the errors of `init`."""
+    return open_session() or init()
+
+
+def _key(spec: SessionSpec) -> tuple[str, str, int, int]:
+    return spec.root, spec.job, spec.epoch, os.getpid()
+
+
+def attach(spec: SessionSpec) -> Session:
+    """The session of this process for an epoch that its rank has entered already; joined when there is none."""
+    with _sessions_lock:
+        known = _sessions.get(_key(spec))
+    if known is not None:
+        return known
+    agent = LocalAgent(spec.root, deadline_s=spec.deadline_s, auto_start=spec.auto_start, idle_exit_s=spec.idle_exit_s)
+    try:
+        agent.join_job(spec.job, spec.epoch, spec.members, spec.replicas)
+        return Session(agent, spec)
+    except BaseException:
+        agent.close()
+        raise
+
+
+def init(
+    job: str | None = None,
+    *,
+    root: str | Path | None = None,
+    replicas: int | None = None,
+    deadline_s: float | None = None,
+    process_group: Any = None,
+    auto_start: bool | None = None,
+    idle_exit_s: float | None = None,
+) -> Session:
+    """Enter a job: find this node's agent or start one, and agree with all other ranks on a new epoch.
+
+    Under torch.distributed (initialised before) every rank calls it with the same arguments; else the process
+    is alone. All ranks get a session of the same epoch, or all get the same error.
+
+    Args:
+        job: a name that lasts over restarts; default: REPLICATOR_JOB, or what the launcher gives (`client.job`).
+        root: of the store on this node; default: REPLICATOR_ROOT, the directory of REPLICATOR_SOCKET, or
+            /dev/shm/replicator-<uid>.
+        replicas: copies on other nodes beside the owner's; default: REPLICATOR_REPLICAS, or 1.
+        deadline_s: the one knob for waits; default: REPLICATOR_DEADLINE_S, or 30.
+        process_group: the ranks that take part; default: all.
+        auto_start: start an agent where none runs; default: yes, unless REPLICATOR_SOCKET names one.
+        idle_exit_s: an agent started here ends after so long without a trainer; default: one hour.
+
+    Raises:
+        ConfigError: contradicting settings, or agents that cannot reach each other.
+        AgentUnavailableError, DeadlineExceededError: an agent or a rank did not come; with its name.
+    """
+    config = load_config(_given(root=root, replicas=replicas, deadline_s=deadline_s))
+    socket_path = os.environ.get("REPLICATOR_SOCKET", "")
+    if root is None and socket_path:
+        root = Path(socket_path).parent
+    if auto_start is None:
+        auto_start = not socket_path
+    name = find_job(job)
+    ranks = ranks_of(process_group)
+    _check_distributed(ranks)
+    deadline = AGREEMENT_DEADLINES * config.deadline_s
+    agents: list[LocalAgent] = []
+
+    def present() -> bytes:
+        agent = LocalAgent(
+            root or config.root, deadline_s=config.deadline_s, auto_start=bool(auto_start), idle_exit_s=idle_exit_s
+        )
+        agents.append(agent)
+        host, network = here()
+        node = agent.node
+        return Presence(
+            rank=ranks.rank,
+            job=name.job,
+            replicas=config.replicas,
+            root=str(agent.root),
+            node_id=node.node_id,
+            incarnation=node.identity.incarnation,
+            grpc_address=node.grpc_address,
+            host=host,
+            network=network,
+        ).to_json()
+
+    def open_epoch(answers: Any) -> bytes:
+        presences = [Presence.from_json(answer) for answer in answers]
+        nodes = members(presences)
+        epoch = agents[0].open_job(name.job, nodes, config.lookup_deadline_s)
+        by_name = {one.node_id: one for one in presences}
+        return json.dumps([epoch, [by_name[node.node_id].to_json().decode() for node in nodes]]).encode()
+
+    try:
+        epoch, nodes = json.loads(ranks.agree("the epoch of the job", present, open_epoch, deadline))
+        spec = SessionSpec(
+            root=str(agents[0].root),
+            job=name.job,
+            epoch=epoch,
+            members=tuple(Presence.from_json(node).node for node in nodes),
+            replicas=config.replicas,
+            deadline_s=config.deadline_s,
+            auto_start=bool(auto_start),
+            idle_exit_s=idle_exit_s,
+        )
+        notes: list[str] = []
+
+        def join() -> bytes:
+            notes.append(agents[0].join_job(spec.job, spec.epoch, spec.members, spec.replicas))
+            return b""
+
+        ranks.agree("every rank's entry into the job", join, lambda _: b"", deadline)
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        raise
+    if ranks.rank == 0:
+        for note in (name.note, *notes):
+            if note:
+                logger.warning("%s", note)
+        logger.info("job %s, epoch %d, %d nodes (job name from %s)", spec.job, epoch, len(nodes), name.origin)
+    return Session(agents[0], spec, ranks)
+
+
+def _generation_key(container: CheckpointContainerId) -> str:
+    return f"the generation of {container}"
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+
+
+def _check_distributed(ranks: Ranks) -> None:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if ranks.world_size == 1 and size.isdigit() and int(size) > 1 and not _is_distributed():
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, and torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() before replicator.init(), so that the ranks can agree"
+        )
+
+
+def _is_distributed() -> bool:
+    import sys
+
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()

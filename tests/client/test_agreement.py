@@ -1,0 +1,132 @@
+"""All ranks get the same answer or the same error, within a deadline, through a real store of torch.distributed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from replicator.client.agreement import Ranks, SingleRank, StoreRanks
+from replicator.errors import ConfigError, DeadlineExceededError, ReplicatorError
+
+WORLD = 4
+
+
+@pytest.fixture(params=["tcp", "file"])
+def ranks(request: pytest.FixtureRequest, tmp_path: Any) -> list[StoreRanks]:
+    """WORLD ranks, each with its own connection to one store."""
+    if request.param == "file":
+        stores = [dist.FileStore(str(tmp_path / "store"), WORLD) for _ in range(WORLD)]
+    else:
+        master = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        others = [dist.TCPStore("127.0.0.1", master.port, None, False) for _ in range(WORLD - 1)]
+        stores = [master, *others]
+    return [StoreRanks(store, rank, WORLD, "test") for rank, store in enumerate(stores)]
+
+
+def on_all(ranks: Sequence[Ranks], body: Callable[[Ranks], Any]) -> list[Any]:
+    """The result or the exception of `body` on each rank, all at the same time."""
+    outcomes: list[Any] = [None] * len(ranks)
+
+    def run(index: int) -> None:
+        try:
+            outcomes[index] = body(ranks[index])
+        except Exception as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def joined(answers: Sequence[bytes]) -> bytes:
+    return b"|".join(answers)
+
+
+def test_all_get_what_rank_0_decides(ranks: list[StoreRanks]) -> None:
+    def body(one: Ranks) -> list[bytes]:
+        return [one.agree("a word", lambda i=i: b"%d.%d" % (one.rank, i), joined, 20) for i in range(3)]  # type: ignore[misc]
+
+    expected = [b"|".join(b"%d.%d" % (rank, i) for rank in range(WORLD)) for i in range(3)]
+    assert on_all(ranks, body) == [expected] * WORLD
+
+
+def test_an_answer_of_many_pieces(ranks: list[StoreRanks]) -> None:
+    """A store refuses large values; an answer of any size arrives."""
+    large = bytes(range(256)) * (40 << 10)
+
+    def body(one: Ranks) -> bytes:
+        return one.agree("much", bytes, lambda _: large, 20)
+
+    assert on_all(ranks, body) == [large] * WORLD
+
+
+def test_an_error_of_one_rank_reaches_all(ranks: list[StoreRanks]) -> None:
+    """F41: never one rank with an answer and another with an error."""
+
+    def body(one: Ranks) -> bytes:
+        def local() -> bytes:
+            if one.rank == 2:
+                raise ConfigError("no such thing")
+            return b""
+
+        return one.agree("a word", local, joined, 20)
+
+    outcomes = on_all(ranks, body)
+    assert {type(error) for error in outcomes} == {ConfigError}
+    assert {str(error) for error in outcomes} == {"rank 2: no such thing"}
+
+
+def test_an_error_of_the_decision_reaches_all(ranks: list[StoreRanks]) -> None:
+    def decide(_: object) -> bytes:
+        raise ZeroDivisionError("of all things")
+
+    outcomes = on_all(ranks, lambda one: one.agree("a word", bytes, decide, 20))
+    assert {type(error) for error in outcomes} == {ReplicatorError}
+    assert {str(error) for error in outcomes} == {"ZeroDivisionError: of all things"}
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: list[StoreRanks]) -> None:
+    """F15, F41: a bounded wait, and its error says who was awaited. On every rank that did come."""
+    outcomes = on_all(ranks[:3], lambda one: one.agree("a word", bytes, joined, 0.5))
+    assert {type(error) for error in outcomes} == {DeadlineExceededError}
+    assert {str(error) for error in outcomes} == {"waited 0.5 s for a word from rank 3 of 4, in vain"}
+
+
+def test_rank_0_does_not_come(ranks: list[StoreRanks]) -> None:
+    started = time.monotonic()
+    outcomes = on_all(ranks[1:], lambda one: one.agree("a word", bytes, joined, 0.4))
+    assert time.monotonic() - started < 5
+    assert {str(error) for error in outcomes} == {"waited 2.6 s for a word from rank 0 of 4, in vain"}
+
+
+def test_values_of_finished_rounds_are_removed(ranks: list[StoreRanks]) -> None:
+    """The store of a job that runs for months stays small."""
+    store = ranks[0]._store
+    on_all(ranks, lambda one: one.agree("a word", bytes, joined, 20))
+    assert store.check(["test/1/result"])
+    on_all(ranks, lambda one: one.agree("a word", bytes, joined, 20))
+    assert not any(store.check([f"test/1/{name}"]) for name in ("result", "1", "2", "3"))
+    assert store.check(["test/2/result"])
+
+
+def test_posted_values(ranks: list[StoreRanks]) -> None:
+    ranks[0].post("generation", b"7")
+    ranks[0].post("generation", b"8")
+    assert [one.read("generation", 20) for one in ranks] == [b"8"] * WORLD
+    with pytest.raises(DeadlineExceededError, match="something else"):
+        ranks[1].read("something else", 0.1)
+
+
+def test_alone() -> None:
+    assert SingleRank().agree("a word", lambda: b"x", joined, 1) == b"x"
+    with pytest.raises(ConfigError):
+        SingleRank().agree("a word", lambda: (_ for _ in ()).throw(ConfigError("no")), joined, 1)
