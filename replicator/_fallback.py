@@ -76,7 +76,7 @@ def _bytes_of(buffer: ReadableBuffer) -> memoryview:
     if not view.c_contiguous:
         raise BufferError("expected a C-contiguous buffer")
     if view.nbytes == 0:
-        return memoryview(b"")
+        return memoryview(bytearray())  # a view with a zero in its shape cannot be cast
     return view.cast("B")
 
 
@@ -165,7 +165,10 @@ def recv_blocks(
 ) -> tuple[int, list[int], int, int]:
     target = _writable_bytes_of(dst)
     blocks = _Blocks(block_size, prefix_crc, prefix_size)
-    sock = socket.socket(fileno=fd)
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as failure:
+        return 0, [], prefix_crc, failure.errno or errno.EIO
     try:
         size, error = _receive(sock, target, blocks, progress_timeout_s, slice_s, cancel_fd)
     finally:

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <vector>
+
+#include "crc32c.h"
+
+namespace replicator {
+
+// Nothing on other processors.
+void add_arm_kernels(std::vector<Crc32cKernel>& kernels);
+
+}  // namespace replicator
