@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from replicator.checkpoint.verified_copy import Block, Extent, copy_verified
 from replicator.client.plan import Plan
@@ -25,14 +26,29 @@ from replicator.store.reader import ObjectReader, open_object
 logger = logging.getLogger("replicator.checkpoint")
 
 
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Bytes that a load had another node send: a whole object, or (`whole` is false) the blocks that it needed."""
+
+    name: str
+    size: int
+    source_node_id: str
+    lane: str
+    whole: bool
+
+
 class Fetcher:
-    """For one plan. Not thread-safe; the copying itself is spread over `executor`."""
+    """For one plan. Not thread-safe; the copying itself is spread over `executor`.
+
+    `pulled` lists what had to come from other nodes.
+    """
 
     def __init__(self, session: Session, plan: Plan, executor: Executor | None = None) -> None:
         self._session = session
         self._version = plan.require()
         self._sources = {source.name: source for source in plan.sources}
         self._executor = executor
+        self.pulled: list[Pulled] = []
 
     def source(self, name: str) -> ObjectSource:
         """Raises ObjectNotFoundError for an object that the container does not have."""
@@ -121,6 +137,8 @@ class Fetcher:
             return self._fill_here(source, extents)
         session = self._session
         with retrieve_blocks(session.agent, self._version, source, ranges, session.epoch, session.deadline_s) as blocks:
+            size = sum(min(blocks.block_size, source.size - index * blocks.block_size) for index in blocks.index)
+            self.pulled.append(Pulled(source.name, size, blocks.source_node_id, "", False))
 
             def block_at(index: int) -> Block:
                 start = blocks.index[index] * blocks.block_size
@@ -138,7 +156,10 @@ class Fetcher:
 
     def _retrieve(self, sources: Sequence[ObjectSource]) -> None:
         session = self._session
-        retrieve(session.agent, self._version, sources, session.epoch, session.deadline_s)
+        retrieved = retrieve(session.agent, self._version, sources, session.epoch, session.deadline_s)
+        for source, one in zip(sources, retrieved, strict=True):
+            if not one.was_local:
+                self.pulled.append(Pulled(source.name, source.size, one.source_node_id, one.lane, True))
 
 
 def _block(held: ObjectReader, index: int) -> Block:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from replicator.checkpoint.fetch import Fetcher
+from replicator.checkpoint.fetch import Fetcher, Pulled
 from replicator.checkpoint.loading import Reading, SavedTensors, reading_of
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
 from replicator.checkpoint.verified_copy import Extent
@@ -44,6 +44,9 @@ class ReplicatedStorageReader(StorageReader):
             all ranks of the session must load together; with a plan, ranks may also load one by one
             (`no_dist=True`) or in a process group of their own.
         threads: that copy and check; default: as many as there are processors, at most 4.
+
+    Attributes:
+        pulled: what the last load had other nodes send, on this rank; the rest was on this node.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class ReplicatedStorageReader(StorageReader):
         self._threads = threads or min(os.cpu_count() or 1, MAX_THREADS)
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
+        self.pulled: list[Pulled] = []
 
     # -- StorageReader
 
@@ -90,6 +94,7 @@ class ReplicatedStorageReader(StorageReader):
             fetcher.prefetch({METADATA_NAME: size})
             data = bytearray(size)
             fetcher.fetch(METADATA_NAME, [Extent(0, memoryview(data))])
+            self.pulled = list(fetcher.pulled)
         metadata = pickle.loads(data)
         if not isinstance(metadata, Metadata):
             raise CorruptObjectError(
@@ -130,6 +135,7 @@ class ReplicatedStorageReader(StorageReader):
             fetcher.prefetch({name: sum(one.needed for one in readings) for name, readings in by_object.items()})
             for name, readings in by_object.items():
                 _read(fetcher, name, readings, planner)
+            self.pulled += fetcher.pulled
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future

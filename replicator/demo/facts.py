@@ -84,9 +84,7 @@ def mean_loss(losses: Mapping[tuple[int, int], list[str]], step: int, world_size
 
 
 def pulled(recovery: list[Event]) -> list[dict[str, Any]]:
-    """The objects that had to come from another node, once each per node that pulled them."""
-    seen: dict[tuple[str, str], dict[str, Any]] = {}
-    for event in recovery:
-        for item in event.fields["pulled"]:
-            seen.setdefault((event.node, item["name"]), {**item, "node": event.node})
-    return list(seen.values())
+    """What had to come from another node: per node, whole objects once each, and every read of parts."""
+    items = [{**item, "node": event.node} for event in recovery for item in event.fields["pulled"]]
+    whole = {(item["node"], item["name"]): item for item in items if item["whole"]}
+    return [*whole.values(), *(item for item in items if not item["whole"])]

@@ -161,10 +161,10 @@ class Scenario:
         result.plan_reason = first["reason"]
         result.objects_in_checkpoint = first["objects"]
         result.checkpoint_bytes = first["bytes"]
-        result.objects_pulled = len(items)
+        result.objects_pulled = len({(item["node"], item["name"]) for item in items})
         result.bytes_pulled = sum(item["bytes"] for item in items)
         result.source_nodes = sorted({item["source"] for item in items})
-        result.lanes = sorted({item["lane"] for item in items})
+        result.lanes = sorted({item["lane"] for item in items if item["lane"]})
         result.recovery_seconds = round(max(event.fields["seconds"] for event in recovery), 3)
         result.epochs = sorted({event.fields["epoch"] for event in self._facts.started})
         from_survivors = bool(items) and set(result.source_nodes) <= set(result.survivors)
