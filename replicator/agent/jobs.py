@@ -1,0 +1,295 @@
+"""What this node knows of each job: its epoch, its members, and the attempts it has given out.
+
+Whatever is answered was persisted before. An epoch only grows, and whoever speaks with an older one is
+refused (F11). Members of earlier epochs are remembered, because they may hold what a recovery looks for (F13).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from replicator.decide.placement import Buddies, buddies
+from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError
+from replicator.ids import (
+    MAX_ATTEMPT,
+    MAX_EPOCH,
+    CheckpointContainerId,
+    ContainerVersion,
+    NodeAddress,
+    make_generation,
+    split_generation,
+    validate_job,
+)
+from replicator.store import JobState
+
+MAX_JOBS = 1024
+MAX_MEMBERS = 4096
+MAX_REMEMBERED = 4096
+# Attempts are persisted this many at a time; those not used when the agent dies are skipped.
+_ATTEMPT_BATCH = 16
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochAnswer:
+    """What a peer knows of a job: the highest epoch (0: job unknown) and the members."""
+
+    node: NodeAddress
+    highest_epoch: int
+    known_members: tuple[NodeAddress, ...] = ()
+
+
+class EpochAsker(Protocol):
+    """Asks one peer about a job."""
+
+    async def __call__(self, job: str, address: str, expected: NodeAddress | None, deadline_s: float) -> EpochAnswer:
+        """Raises ReplicatorError when the peer does not answer in time or is somebody else."""
+        ...
+
+
+class JobStore(Protocol):
+    """The part of `Store` that keeps jobs."""
+
+    def jobs(self) -> Sequence[str]: ...
+    def job_state(self, job: str) -> JobState | None: ...
+    def put_job_state(self, state: JobState) -> None: ...
+    def versions(self, job: str | None = None) -> Sequence[ContainerVersion]: ...
+
+
+class Jobs:
+    """Epochs and members of all jobs. Used in the event loop only.
+
+    Args:
+        store: where states are persisted.
+        address: of this agent, which is a member of every job its ranks run.
+        replicas: copies wanted for a job that no rank has joined yet.
+    """
+
+    def __init__(self, store: JobStore, address: NodeAddress, replicas: int) -> None:
+        self._store = store
+        self._address = address
+        self._replicas = replicas
+        self._states: dict[str, JobState] = {}
+        self._attempts: dict[str, tuple[int, int]] = {}
+        self._joined: dict[str, int] = {}
+        self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        for job in store.jobs():
+            state = store.job_state(job)
+            if state is not None:
+                self._states[job] = state
+
+    def names(self) -> tuple[str, ...]:
+        """All jobs with a known epoch, sorted."""
+        return tuple(sorted(self._states))
+
+    def epoch(self, job: str) -> int:
+        """The highest epoch known of the job; 0 when it is unknown."""
+        state = self._states.get(job)
+        return 0 if state is None else state.epoch
+
+    def replicas(self, job: str) -> int:
+        """Copies wanted beside the owner's."""
+        state = self._states.get(job)
+        return self._replicas if state is None else state.replicas
+
+    def members(self, job: str) -> tuple[NodeAddress, ...]:
+        """The members of the newest epoch that was joined here, sorted by node id; empty when the job is unknown."""
+        state = self._states.get(job)
+        return () if state is None else state.members
+
+    def everyone(self, job: str) -> tuple[NodeAddress, ...]:
+        """Members, then nodes remembered from earlier epochs or told by peers. Node ids are unique."""
+        state = self._states.get(job)
+        return () if state is None else state.members + state.remembered
+
+    def buddies(self, job: str) -> Buddies:
+        """Where this node's objects of the job are copied to. A job without members has none, with a note."""
+        members = self.members(job)
+        me = self._address.node_id
+        return buddies(me, [member.node_id for member in members] or [me], self.replicas(job))
+
+    def buddy_addresses(self, job: str) -> tuple[NodeAddress, ...]:
+        """The addresses of `buddies(job)`, in the same order."""
+        known = {member.node_id: member for member in self.members(job)}
+        return tuple(known[node_id] for node_id in self.buddies(job).node_ids)
+
+    def check(self, job: str, epoch: int) -> None:
+        """Let a message of the job's incarnation `epoch` through; one of a newer incarnation supersedes what is known.
+
+        Raises:
+            StaleEpochError: the epoch is older than the newest known here.
+            InvalidIdError: the epoch is 0, which no incarnation has, or out of range.
+        """
+        validate_job(job)
+        if not 1 <= epoch <= MAX_EPOCH:
+            raise InvalidIdError(f"expected the epoch of a running job in 1..{MAX_EPOCH}, found {epoch}")
+        known = self.epoch(job)
+        if epoch < known:
+            raise StaleEpochError(
+                f"job {job}: epoch {epoch} was superseded by epoch {known}, which is running now; "
+                "this older incarnation must stop"
+            )
+        if epoch > known:
+            self._put(dataclasses.replace(self._state(job), epoch=epoch, attempt=0))
+            log.info("newer incarnation of a job", extra={"job": job, "epoch": epoch, "previous_epoch": known})
+
+    async def open_job(
+        self, job: str, members: Sequence[NodeAddress], peers: Sequence[str], ask: EpochAsker, deadline_s: float
+    ) -> int:
+        """The epoch of a new incarnation: one more than the highest that this node or any other that answers knows.
+
+        Asks `members`, the addresses `peers`, and whoever is remembered of the job. Nodes that do not
+        answer are passed over: a lost node must not keep the job from starting. Those that are only remembered get
+        a quarter of the time, for they are often dead.
+
+        Raises:
+            InvalidIdError, StoreError: the job's name cannot be one, or the epoch could not be persisted.
+        """
+        validate_job(job)
+        async with self._opening.setdefault(job, asyncio.Lock()):
+            asked: dict[str, tuple[NodeAddress | None, float]] = {}
+            for node in self.everyone(job):
+                asked[node.grpc_address] = (node, deadline_s / 4)
+            asked.update(dict.fromkeys(peers, (None, deadline_s)))
+            asked.update({node.grpc_address: (node, deadline_s) for node in members})
+            asked.pop(self._address.grpc_address, None)
+            answers = await asyncio.gather(
+                *(self._ask(ask, job, address, node, limit) for address, (node, limit) in asked.items())
+            )
+            found = [answer for answer in answers if answer is not None]
+            highest = max([self.epoch(job), *(answer.highest_epoch for answer in found)])
+            if highest >= MAX_EPOCH:
+                raise InvalidIdError(f"job {job} has used up all {MAX_EPOCH} epochs; give it another name")
+            self._put(dataclasses.replace(self._state(job), epoch=highest + 1, attempt=0))
+            self.learn(job, [answer.node for answer in found], first_hand=True)
+            self.learn(job, [node for answer in found for node in answer.known_members])
+            log.info(
+                "job opened",
+                extra={"job": job, "epoch": highest + 1, "asked": len(asked), "answered": len(found)},
+            )
+            return highest + 1
+
+    def join(self, job: str, epoch: int, members: Sequence[NodeAddress], replicas: int) -> Buddies:
+        """Enter the epoch with its members, and get this node's buddies. Idempotent.
+
+        Raises:
+            StaleEpochError: a newer epoch is known, or this one was joined with other nodes.
+            ConfigError: this node is not among the members, two of them have one name, or they are too many.
+        """
+        joining = self._members(job, members)
+        if replicas < 0:
+            raise ConfigError(f"replicas: expected 0 or more, found {replicas}")
+        self.check(job, epoch)
+        state = self._state(job)
+        if self._joined.get(job) == epoch:
+            before, now = ({node.node_id for node in nodes} for nodes in (state.members, joining))
+            if before != now:
+                raise StaleEpochError(
+                    f"job {job}: epoch {epoch} was joined here with the nodes {_listed(before)}, and now with "
+                    f"{_listed(now)}: two incarnations hold one epoch; let rank 0 of the one that is to run open the "
+                    "job again"
+                )
+        remembered = _without(_merged(state.members, state.remembered), joining)
+        self._put(
+            dataclasses.replace(
+                state, members=joining, remembered=remembered[:MAX_REMEMBERED], replicas=replicas, epoch=epoch
+            )
+        )
+        self._joined[job] = epoch
+        return self.buddies(job)
+
+    def learn(self, job: str, nodes: Iterable[NodeAddress], *, first_hand: bool = False) -> None:
+        """Remember nodes of a known job. Only what a node said of itself (`first_hand`) changes its address."""
+        state = self._states.get(job)
+        if state is None:
+            return
+        by_id = {node.node_id: node for node in nodes if node.node_id != self._address.node_id}
+        known = {node.node_id for node in state.members + state.remembered}
+        new = tuple(node for node in by_id.values() if node.node_id not in known)
+        members, remembered = state.members, state.remembered
+        if first_hand:
+            members = tuple(by_id.get(node.node_id, node) for node in members)
+            remembered = tuple(by_id.get(node.node_id, node) for node in remembered)
+        learned = dataclasses.replace(state, members=members, remembered=(new + remembered)[:MAX_REMEMBERED])
+        if learned != state:
+            self._put(learned)
+
+    def begin(self, job: str, step: int, epoch: int) -> ContainerVersion:
+        """A new attempt at saving a step, with a generation above all that are known here of this epoch.
+
+        Raises:
+            StaleEpochError: a newer epoch is known.
+            InvalidIdError: the step cannot be one, or the epoch's attempts are used up.
+        """
+        container = CheckpointContainerId(job, step)
+        self.check(job, epoch)
+        state = self._state(job)
+        of_epoch, given = self._attempts.get(job, (0, 0))
+        stored = [split_generation(version.generation) for version in self._store.versions(job)]
+        last = max([given if of_epoch == epoch else state.attempt, *(held[1] for held in stored if held[0] == epoch)])
+        version = ContainerVersion(container, make_generation(epoch, last + 1))
+        if last + 1 > state.attempt:
+            self._put(dataclasses.replace(state, attempt=min(last + _ATTEMPT_BATCH, MAX_ATTEMPT)))
+        self._attempts[job] = (epoch, last + 1)
+        return version
+
+    async def _ask(
+        self, ask: EpochAsker, job: str, address: str, expected: NodeAddress | None, limit_s: float
+    ) -> EpochAnswer | None:
+        try:
+            return await ask(job, address, expected, limit_s)
+        except ReplicatorError as error:
+            log.warning("a node does not tell the job's epoch", extra={"job": job, "peer": address, "reason": error})
+            return None
+
+    def _members(self, job: str, members: Sequence[NodeAddress]) -> tuple[NodeAddress, ...]:
+        by_id: dict[str, NodeAddress] = {}
+        for node in members:
+            other = by_id.setdefault(node.node_id, node)
+            if other != node:
+                raise ConfigError(
+                    f"job {job}: two agents call themselves {node.node_id!r} ({other.grpc_address} and "
+                    f"{node.grpc_address}); give each node a node_id of its own"
+                )
+        if self._address.node_id not in by_id:
+            raise ConfigError(
+                f"job {job}: this node {self._address.node_id} is not among its members {_listed(set(by_id))}; "
+                "let every rank pass the address of its own node's agent"
+            )
+        if len(by_id) > MAX_MEMBERS:
+            raise ConfigError(f"job {job}: expected at most {MAX_MEMBERS} member nodes, found {len(by_id)}")
+        return tuple(sorted(by_id.values()))
+
+    def _state(self, job: str) -> JobState:
+        return self._states.get(job) or JobState(job=job, epoch=0, members=(), replicas=self._replicas)
+
+    def _put(self, state: JobState) -> None:
+        if state.job not in self._states and len(self._states) >= MAX_JOBS:
+            raise StoreError(f"expected at most {MAX_JOBS} jobs on one node, found one more: {state.job}")
+        self._store.put_job_state(state)
+        self._states[state.job] = state
+
+
+def _merged(first: Sequence[NodeAddress], second: Sequence[NodeAddress]) -> tuple[NodeAddress, ...]:
+    return tuple({node.node_id: node for node in (*second, *first)}[key] for key in _ids((*first, *second)))
+
+
+def _without(nodes: Sequence[NodeAddress], others: Sequence[NodeAddress]) -> tuple[NodeAddress, ...]:
+    gone = {node.node_id for node in others}
+    return tuple(node for node in nodes if node.node_id not in gone)
+
+
+def _ids(nodes: Iterable[NodeAddress]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(node.node_id for node in nodes))
+
+
+def _listed(names: set[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:8]) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")

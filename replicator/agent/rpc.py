@@ -1,0 +1,46 @@
+"""What surrounds every handler of a service: typed errors leave as typed statuses, others are logged with a trace."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from replicator.errors import ReplicatorError
+from replicator.wire import abort
+
+MAX_DEADLINE_S = 86_400.0
+
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+Handler = Callable[[Any, RequestT, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[ResultT]]
+
+log = logging.getLogger(__name__)
+
+
+def handler(function: Handler[RequestT, ResultT]) -> Handler[RequestT, ResultT]:
+    """Make a method of a servicer end its call with the error that it raises.
+
+    Serves unary methods, and streaming ones that send with `context.write` and return None.
+    """
+
+    @functools.wraps(function)
+    async def wrapped(self: Any, request: RequestT, context: grpc.aio.ServicerContext[Any, Any]) -> ResultT:
+        try:
+            return await function(self, request, context)
+        except ReplicatorError as error:
+            log.debug("%s refused: %s", function.__name__, error)
+            await abort(context, error)
+        except Exception as error:
+            log.exception("%s failed", function.__name__)
+            await abort(context, error)
+
+    return wrapped
+
+
+def deadline_s(milliseconds: int, default_s: float) -> float:
+    """Seconds of a request's deadline field; 0 means the default, and a day is the most."""
+    return min(milliseconds / 1000, MAX_DEADLINE_S) if milliseconds else default_s

@@ -1,0 +1,110 @@
+"""A gRPC server of the agent: one for trainers on the unix socket, one for peers on TCP; with health and reflection."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from replicator.config import AgentConfig
+from replicator.errors import ConfigError, StoreRootError
+from replicator.rpc_options import MAX_CONCURRENT_RPCS, server_credentials, server_options
+
+LOCAL_SERVICES = ("replicator.v1.LocalService", "replicator.v1.AdminService")
+PEER_SERVICES = ("replicator.v1.PeerService", "replicator.v1.DataService", "replicator.v1.AdminService")
+_HEALTH = "grpc.health.v1.Health"
+
+
+class Server:
+    """One listening gRPC server. Its health is NOT_SERVING until `set_serving`.
+
+    Attributes:
+        grpc: to register services on, before `start`.
+    """
+
+    def __init__(self, services: Sequence[str]) -> None:
+        self.grpc = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        self._names = ("", *services)
+        self._health: Any = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), self.grpc)
+
+    def listen_tcp(self, config: AgentConfig) -> str:
+        """Bind the port for peers; returns the address that they should use.
+
+        Raises:
+            ConfigError: the address or port cannot be bound, or a TLS file cannot be used.
+        """
+        target = _join(config.bind, config.port)
+        try:
+            if config.tls:
+                port = self.grpc.add_secure_port(target, server_credentials(config))
+            else:
+                port = self.grpc.add_insecure_port(target)
+        except RuntimeError as error:
+            raise ConfigError(_why_not_bound(config, str(error))) from None
+        return _join(config.advertise or config.bind, port)
+
+    def listen_unix(self, path: str, mode: int) -> None:
+        """Bind the unix socket with exactly these permission bits, from its first moment on.
+
+        Raises:
+            StoreRootError: it cannot be bound.
+        """
+        before = os.umask(0o777 & ~mode)
+        try:
+            self.grpc.add_insecure_port(f"unix:{path}")
+            Path(path).chmod(mode)
+        except (RuntimeError, OSError) as error:
+            raise StoreRootError(f"cannot listen on the unix socket {path}: {error}") from None
+        finally:
+            os.umask(before)
+
+    async def start(self) -> None:
+        """Accept connections. Health still says NOT_SERVING."""
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.grpc.start()
+
+    async def set_serving(self) -> None:
+        """Health says SERVING for the whole server and each service."""
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def set_stopping(self) -> None:
+        """Health says NOT_SERVING for good."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing new, and cancel what has not ended within `grace_s`. May be called again, with less."""
+        await self.grpc.stop(grace_s)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _why_not_bound(config: AgentConfig, error: str) -> str:
+    """gRPC does not say why; trying again with a plain socket does."""
+    reason = error
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.bind, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as found:
+        reason = found.strerror or str(found)
+    return (
+        f"cannot listen on {_join(config.bind, config.port)} for peers: {reason}; choose another bind address or port "
+        "(port 0 takes a free one)"
+    )

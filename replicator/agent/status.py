@@ -1,0 +1,80 @@
+"""What one agent says of itself: its store, its jobs, its counts. Reads what is in memory, waits for nobody."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from replicator import native, wire
+from replicator.agent.clients import ClientRegistry
+from replicator.decide.types import recency
+from replicator.ids import ContainerVersion
+from replicator.v1 import admin_pb2
+from replicator.version import version
+
+if TYPE_CHECKING:
+    from replicator.agent.core import AgentCore
+
+
+def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin_pb2.StatusReply:
+    """The status now.
+
+    Args:
+        started: `time.monotonic()` at the start of the agent.
+    """
+    usage = core.store.usage()
+    return admin_pb2.StatusReply(
+        node=wire.node_address_to_pb(core.address),
+        bulk_address=core.bulk_address,
+        version=version(),
+        root=str(core.store.paths.root),
+        filesystem=filesystem_of(str(core.store.paths.root)),
+        uptime_ms=int((time.monotonic() - started) * 1000),
+        budget_bytes=usage.budget_bytes,
+        sealed_bytes=usage.sealed_bytes,
+        reserved_bytes=usage.reserved_bytes,
+        free_segment_bytes=usage.free_bytes,
+        sealed_objects=usage.sealed_objects,
+        quarantined_objects=usage.quarantined_objects,
+        clients=clients.known,
+        native_core=native.IMPLEMENTATION == "native",
+        jobs=[_job_status(core, job) for job in core.jobs.names()],
+        counters=core.counters.snapshot(),
+    )
+
+
+def filesystem_of(path: str) -> str:
+    """The type of the file system that has `path`, as in /proc/mounts; empty when it cannot be told."""
+    best, kind = "", ""
+    try:
+        with open("/proc/self/mounts") as mounts:
+            for line in mounts:
+                _, point, found, *_ = line.split(" ")
+                point = point.replace("\\040", " ")
+                inside = path == point or path.startswith(point.rstrip("/") + "/")
+                if inside and len(point) >= len(best):
+                    best, kind = point, found
+    except (OSError, ValueError):
+        return ""
+    return kind
+
+
+def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:
+    versions = sorted(core.store.versions(job), key=recency, reverse=True)
+    committed = _newest([version for version in versions if core.store.manifest(version) is not None])
+    protected = _newest([version for version in versions if core.store.is_protected(version)])
+    return admin_pb2.JobStatus(
+        job=job,
+        epoch=core.jobs.epoch(job),
+        members=[wire.node_address_to_pb(member) for member in core.jobs.members(job)],
+        buddy_node_ids=core.jobs.buddies(job).node_ids,
+        replicas=core.jobs.replicas(job),
+        has_committed=committed is not None,
+        newest_committed_step=committed or 0,
+        has_protected=protected is not None,
+        newest_protected_step=protected or 0,
+    )
+
+
+def _newest(versions: list[ContainerVersion]) -> int | None:
+    return versions[0].container.step if versions else None
