@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from replicator.admin.commands import demo, inspect_object, ls, nodes, pull, recover, status, version
 from replicator.admin.options import Parser, add_global_options
@@ -45,7 +47,7 @@ def build_parser(argv: Sequence[str]) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status (see docs/admin.md); raises nothing but the SystemExit of --help."""
+    """Run one command. Returns its exit status (see docs/admin.md); an interrupt ends the process."""
     given = list(sys.argv[1:] if argv is None else argv)
     # Known before the line is parsed, so that an early error is reported in the right form, too.
     named = next((text for text in given if text in COMMANDS), None)
@@ -58,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReplicatorError as error:
         return printer.error(error.kind, str(error), error.exit_code)
     except KeyboardInterrupt:
-        return printer.error("Interrupted", "interrupted; nothing half-written was left behind", INTERRUPTED)
+        _end_now(printer.error("Interrupted", "interrupted; nothing half-written was left behind", INTERRUPTED))
     except Terminated as error:
-        return printer.error("Terminated", f"{error}; nothing half-written was left behind", error.exit_code)
+        _end_now(printer.error("Terminated", f"{error}; nothing half-written was left behind", error.exit_code))
     except BrokenPipeError:
         # The reader of our output is gone; what Python would still flush at exit goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,6 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"internal error: {type(error).__name__}: {error}; run it again with --debug, and report what it shows"
         )
         return printer.error("InternalError", message, ReplicatorError.exit_code)
+
+
+def _end_now(status: int) -> NoReturn:
+    """End the process at once, after everything of ours was cleaned up.
+
+    A call that a signal interrupted half-way may never end for gRPC, which then waits for it without a deadline as
+    soon as its channel is closed or collected: about once in twenty times, with grpcio 1.85.
+    """
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

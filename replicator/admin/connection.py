@@ -175,7 +175,9 @@ class AdminClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._channel.close()
+        # See __main__._end_now.
+        if kind is None or issubclass(kind, Exception):
+            self._channel.close()
 
 
 def _is_typed(error: grpc.Call) -> bool:
