@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from replicator.admin.partial_dir import Terminated
 from replicator.demo.options import DemoOptions
 from replicator.demo.report import Report, Result
 from replicator.errors import ConfigError, ReplicatorError, StoreRootError
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: wrong options, or no PyTorch. StoreRootError: no room in /dev/shm.
         ReplicatorError: a process failed, or did not come in time; what it said last was printed.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP. No process of the demo is left then either.
+        KeyboardInterrupt: Ctrl-C. Terminated: SIGTERM or SIGHUP. No process of the demo is left then either.
     """
     options = _options(args)
     report = Report()
@@ -140,7 +141,7 @@ def _raised_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the demo as Ctrl-C does, so that nothing is left behind."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Terminated(number)
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -15,6 +15,8 @@ from replicator.client.outstanding import CommitInfo
 from replicator.demo.events import Reporter
 from replicator.demo.training import Job
 
+LAST_SAVE_S = 60.0
+
 
 class Saves:
     """`restore` before the first step, `save` after every few. The reports to the demo's driver are its own affair."""
@@ -49,6 +51,13 @@ class Saves:
         if self._writer.commit_future and self._writer.protected_future:
             self._tell("committed", step, self._writer.commit_future)
             self._tell("protected", step, self._writer.protected_future)
+
+    def finish(self) -> None:
+        """Wait for what the last save left to do in the background; leaving at once would only lose the report."""
+        for copy in self._writer.replica_futures:
+            copy.exception(LAST_SAVE_S)
+        if self._writer.protected_future:
+            self._writer.protected_future.exception(LAST_SAVE_S)
 
     def __enter__(self) -> Saves:
         return self

@@ -116,6 +116,7 @@ def train(settings: Settings) -> None:
             report.send("started", epoch=saves.epoch)
             saves.restore()
             _loop(job, settings, report, saves.save)
+            saves.finish()
     report.send("finished", bytes=job.dump(settings.out / f"rank-{rank}.bin"))
     dist.destroy_process_group()
 
