@@ -66,7 +66,9 @@ def test_wheel_without_compiler_works_and_says_why(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(installed)
-    assert not [name for name in names if Path(name).name.startswith("_native") and name.endswith(".so")], "a compiler was found after all"
+    assert not [name for name in names if Path(name).name.startswith("_native") and name.endswith(".so")], (
+        "a compiler was found after all"
+    )
     assert "replicator/v1/peer_pb2.py" in names
 
     # -S: no .pth file is read, so the editable install of the running environment stays out of the way.
