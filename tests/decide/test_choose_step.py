@@ -227,3 +227,19 @@ def test_held_object_is_told_by_its_own_name() -> None:
     inventory = holds(new)
     lying = type(inventory)(new, 1, False, {"a": HeldObject("b", A.size, A.crc32c)})
     assert choose_step([node("n1", lying)], {new: manifest(new, A)}).version is None
+
+
+def test_node_that_answers_twice_is_one_holder() -> None:
+    """A node found under two addresses, or by two incarnations, does not make two copies of one."""
+    new = version(20)
+    inventories = [NodeInventory(address("n1", incarnation), (holds(new, A),)) for incarnation in (1, 2)]
+    decision = choose_step(inventories, {new: manifest(new, A)})
+    assert decision.sources[0].node_ids == ("n1",)
+    assert "at least 1 node." in decision.reason
+
+
+def test_within_an_epoch_the_greater_step_is_newer_whatever_the_attempts() -> None:
+    """Step 10 was saved a second time (attempt 1) after step 20 had been saved once."""
+    again, further = version(10, attempt=1), version(20, attempt=0)
+    inventories = [node("n1", holds(again, A), holds(further, A))]
+    assert choose_step(inventories, {v: manifest(v, A) for v in (again, further)}).version == further
