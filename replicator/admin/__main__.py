@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -49,6 +50,9 @@ def build_parser(argv: Sequence[str]) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status (see docs/admin.md); an interrupt ends the process."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets its number instead of a failed command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Known before the line is parsed, so that an early error is reported in the right form, too.
     named = next((text for text in given if text in COMMANDS), None)
     printer = Printer(named, as_json="--json" in given)

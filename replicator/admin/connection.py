@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from replicator.admin.progress import Waiting
 from replicator.config import AgentConfig, default_root, split_address
 from replicator.errors import (
     AgentUnavailableError,
@@ -132,7 +133,8 @@ class AdminClient:
             response_deserializer=reply_type.FromString,
         )
         try:
-            reply: ReplyT = function(request, timeout=self.deadline_s)
+            with Waiting(awaited, self.target.whom, self.deadline_s):
+                reply: ReplyT = function(request, timeout=self.deadline_s)
         except grpc.RpcError as error:
             raise self._error(error, awaited) from None
         return reply

@@ -1,14 +1,16 @@
-"""A progress bar on stderr for what takes longer than a second. Nothing where stderr is not a terminal."""
+"""What is shown on stderr while something takes longer than a second. Nothing where stderr is not a terminal."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+    from rich.status import Status
 
 _AFTER_S = 1.0
 
@@ -57,3 +59,40 @@ class ByteProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class Waiting:
+    """Says what is being waited for, once `_AFTER_S` have passed in the block."""
+
+    def __init__(self, awaited: str, whom: str, deadline_s: float) -> None:
+        self._text = f"waiting for {awaited} from {whom} (up to {deadline_s:g} s)"
+        self._lock = threading.Lock()
+        self._over = False
+        self._status: Status | None = None
+        self._timer: threading.Timer | None = None
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.markup import escape
+
+        with self._lock:
+            if not self._over:
+                self._status = Console(stderr=True).status(escape(self._text))
+                self._status.start()
+
+    def __enter__(self) -> Waiting:
+        if sys.stderr.isatty():
+            self._timer = threading.Timer(_AFTER_S, self._show)
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            with self._lock:
+                self._over = True
+                if self._status is not None:
+                    self._status.stop()

@@ -317,6 +317,28 @@ def test_progress_bar_on_a_terminal_when_it_takes_longer(agent: OddAgent, out: P
     assert "pulling job/step-10_ckpt" in shown
 
 
+def test_long_wait_says_what_for_on_a_terminal(agent: OddAgent) -> None:
+    """F15: nobody stares at a silent terminal."""
+
+    def slow(request: bytes, context: grpc.ServicerContext) -> bytes:
+        threading.Event().wait(1.3)
+        return admin_pb2.NodesReply().SerializeToString()
+
+    agent.unary["Nodes"] = slow
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command("nodes", "--root", agent.root),
+        env=environment(TERM="xterm", COLUMNS="200"),
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        os.close(theirs)
+        shown = read_all(ours)
+    os.close(ours)
+    assert process.returncode == 0
+    assert "waiting for the status of all nodes from the agent of" in shown
+
+
 def test_terminal_gets_frames_and_a_pipe_plain_rows(agent: OddAgent) -> None:
     name = "n" * 100
     reply = admin_pb2.NodesReply()
@@ -369,3 +391,12 @@ def test_mount_point_is_refused_before_copying(agent: OddAgent, small_disk: Path
     done = admin("pull", "job/step-10", small_disk, "--root", agent.root)
     assert done.returncode == 2
     assert "is a mount point" in one_error_line(done)
+
+
+def test_output_in_a_narrow_encoding(agent: OddAgent) -> None:
+    reply = admin_pb2.ListContainersReply()
+    reply.unanswered.add(node_id="n1", reason="d\u00e9lai \u2192")
+    agent.unary["ListContainers"] = lambda request, context: reply.SerializeToString()
+    done = admin("ls", "--root", agent.root, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done
+    assert "No answer from n1: d\\xe9lai \\u2192" in done.stdout
