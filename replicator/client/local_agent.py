@@ -216,9 +216,9 @@ class LocalAgent:
 
     def join_job(self, job: str, epoch: int, members: Sequence[NodeAddress], replicas: int) -> str:
         """Enter the epoch; a note about buddies, or "". Repeated by itself when the agent is restarted."""
-        request = local_pb2.JoinJobRequest(
-            job=job, epoch=epoch, members=[node_address_to_pb(member) for member in members], replicas=replicas
-        )
+        own = self.node
+        nodes = [node_address_to_pb(own if member.node_id == own.node_id else member) for member in members]
+        request = local_pb2.JoinJobRequest(job=job, epoch=epoch, members=nodes, replicas=replicas)
         reply = self.call_patiently(
             "JoinJob", request, local_pb2.JoinJobReply, self.deadline_s, f"entry into job {job}"
         )
@@ -387,7 +387,7 @@ class LocalAgent:
             logger.error("%s", error)
 
     def _repeat(self) -> None:
-        for epoch, objects in self._outstanding.replications().items():
+        for (_, epoch), objects in self._outstanding.replications().items():
             entries = self._outstanding.expect_replicas(objects, epoch)
             try:
                 self._outstanding.name_buddies(entries, self._ask_replicas(objects, epoch))

@@ -199,12 +199,12 @@ class Outstanding:
         if event.is_protected:
             _settle([futures.protected], info)
 
-    def replications(self) -> dict[int, list[ObjectVersion]]:
-        """Objects to ask for again, by epoch."""
-        result: dict[int, list[ObjectVersion]] = {}
+    def replications(self) -> dict[tuple[str, int], list[ObjectVersion]]:
+        """Objects to ask for again, by job and epoch."""
+        result: dict[tuple[str, int], list[ObjectVersion]] = {}
         with self._lock:
             for one, entry in self._replications.items():
-                result.setdefault(entry.epoch, []).append(one)
+                result.setdefault((one.version.container.job, entry.epoch), []).append(one)
         return result
 
     def commits(self) -> dict[ContainerVersion, local_pb2.CommitRequest]:

@@ -75,6 +75,7 @@ class Session:
         self.agent = agent
         self.replication = ReplicationManager(agent, spec.job, spec.epoch, spec.deadline_s)
         self.segments = Segments(agent)
+        self._pid = os.getpid()
         self._spec = spec
         self._ranks = ranks
         self._lock = threading.Lock()
@@ -163,7 +164,9 @@ class Session:
         return self.segments.create(one, size, self.epoch)
 
     def close(self) -> None:
-        """Leave. The agent goes on with what it was asked for. Idempotent."""
+        """Leave. The agent goes on with what it was asked for. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         with _sessions_lock:
             if _sessions.get(_key(self._spec)) is self:
                 del _sessions[_key(self._spec)]
@@ -185,6 +188,15 @@ class Session:
 # Sessions of this process, so that one that comes back from a pickle is the one that is there.
 _sessions: dict[tuple[str, str, int, int], Session] = {}
 _sessions_lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    """Another thread may have held the lock at the fork."""
+    global _sessions_lock
+    _sessions_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 def open_session() -> Session | None:
