@@ -1,19 +1,111 @@
-"""Commit and protection: the manifest on enough nodes, then every object acknowledged by every buddy."""
+"""Commit and protection: the manifest on enough nodes, then every object acknowledged by every buddy.
+
+    coordinator's agent   store manifest -> PutManifest to all members -> R+1 have it: committed
+    owner's agent         has the manifest, and all its objects of it are acknowledged -> ReportReplicated
+    coordinator's agent   committed, and all owners reported -> protected: persist -> MarkProtected to all members
+
+Reports are not remembered over a restart. A coordinator that comes back sends its unprotected manifests again, and an
+owner that gets one, again or for the first time, reports, or offers what is not acknowledged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 
-from replicator.decide.types import Manifest
-from replicator.v1 import local_pb2
+from replicator.agent.counters import Counters
+from replicator.agent.jobs import Jobs
+from replicator.agent.logs import fields
+from replicator.agent.manifests import Manifests, fetch_manifest
+from replicator.agent.patience import repeat
+from replicator.agent.peers import PeerDirectory
+from replicator.agent.replicate import Replicator
+from replicator.agent.retention import Retention
+from replicator.config import AgentConfig
+from replicator.decide.types import HeldObject, Manifest, listed, recency
+from replicator.errors import CommitError, NotFoundError, ReplicatorError, StaleEpochError
+from replicator.ids import ContainerVersion, NodeAddress
+from replicator.native import crc32c
+from replicator.store import Store
+from replicator.v1 import local_pb2, peer_pb2, types_pb2
+from replicator.wire import (
+    OBJECTS_PER_INVENTORY_MESSAGE,
+    Sender,
+    held_to_pb,
+    manifest_chunks,
+    manifest_to_bytes,
+    sender_to_pb,
+    version_to_pb,
+)
+
+MAX_OPEN = 64
+MAX_REPORTS = 8
+# Unprotected containers of a job that are taken up again after a restart.
+RESUMED_PER_JOB = 2
+
+Report = Callable[[local_pb2.CommitEvent], None]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A container that this node coordinates and that is not protected yet."""
+
+    manifest: Manifest
+    epoch: int
+    needed: int
+    reports: list[Report] = field(default_factory=list)
+    stored_on: set[str] = field(default_factory=set)
+    committed: bool = False
+    acknowledged: dict[str, set[str]] = field(default_factory=dict)  # owner -> names of its objects
+    distribution: asyncio.Task[None] | None = None
+
+    def missing_owners(self) -> list[str]:
+        """Owners who have not reported all their objects."""
+        wanted: dict[str, set[str]] = {}
+        for entry in self.manifest.entries:
+            wanted.setdefault(entry.owner_node_id, set()).add(entry.name)
+        return [owner for owner, names in wanted.items() if not names <= self.acknowledged.get(owner, set())]
 
 
 class Committer:
     """Used in the event loop only."""
 
-    async def commit(
-        self, manifest: Manifest, deadline_s: float, report: Callable[[local_pb2.CommitEvent], None]
-    ) -> tuple[str, ...]:
+    def __init__(
+        self,
+        config: AgentConfig,
+        address: NodeAddress,
+        store: Store,
+        jobs: Jobs,
+        peers: PeerDirectory,
+        manifests: Manifests,
+        replicator: Replicator,
+        retention: Retention,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._address = address
+        self._store = store
+        self._jobs = jobs
+        self._peers = peers
+        self._manifests = manifests
+        self._replicator = replicator
+        self._retention = retention
+        self._counters = counters
+        self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
+        self._reported: OrderedDict[ContainerVersion, None] = OrderedDict()
+        self._tasks: dict[tuple[str, ContainerVersion], asyncio.Task[None]] = {}
+        self._closed = False
+        replicator.on_acknowledged = self._on_acknowledged
+        replicator.on_lost = self.check_own_copies
+
+    # -- the coordinator
+
+    async def commit(self, manifest: Manifest, deadline_s: float, report: Report) -> tuple[str, ...]:
         """Store the manifest here, then start sending it to all members; returns the ids of those asked.
 
         Its file is in the store when this returns; peers are not waited for. `report` is called in the loop,
@@ -22,7 +114,399 @@ class Committer:
 
         Raises:
             StaleEpochError: a newer incarnation of the job is known.
-            CommitError: another manifest of this version is stored here, or an object of this node is missing.
+            CommitError: another manifest of this version is stored here, an object of this node is missing, or
+                this node is not its coordinator.
             StoreFullError: no room for it.
         """
-        raise NotImplementedError
+        version = manifest.version
+        job = version.container.job
+        self._jobs.check(job, manifest.epoch)
+        self._check_own(manifest)
+        data = manifest_to_bytes(manifest)
+        await asyncio.to_thread(self._manifests.put, data, crc32c(data))
+        members = self._others(job)
+        asked = tuple(node.node_id for node in members)
+        if self._store.is_protected(version):
+            done = _Open(manifest, manifest.epoch, 1, [report], {self._address.node_id}, committed=True)
+            asyncio.get_running_loop().call_soon(self._tell_protected, done)
+            return asked
+        entry = self._open.get(version)
+        if entry is None:
+            entry = self._remember(manifest, manifest.epoch)
+        entry.reports = [*entry.reports[-MAX_REPORTS + 1 :], report]
+        if entry.committed:
+            asyncio.get_running_loop().call_soon(self._tell, entry, self._event(entry))
+        self._distribute(entry, members, deadline_s)
+        self.check_own_copies(version)
+        return asked
+
+    def owner_reported(self, version: ContainerVersion, owner: str, objects: Sequence[HeldObject]) -> None:
+        """The owner says that these objects of its are acknowledged by all its buddies.
+
+        Raises:
+            NotFoundError: no manifest of the container is stored here.
+            CommitError: this node is not its coordinator, or an object is not the manifest's.
+        """
+        manifest = self._require(version)
+        if manifest.coordinator_node_id != self._address.node_id:
+            raise CommitError(
+                f"{version} is coordinated by {manifest.coordinator_node_id}, not by {self._address.node_id}"
+            )
+        epoch = self._jobs.epoch(version.container.job)
+        if self._store.is_protected(version):
+            # The owner would not have asked if it had been told.
+            self._spawn("spread", version, self._spread_protection(version, epoch))
+            return
+        entry = self._open.get(version)
+        if entry is None:
+            entry = self._remember(manifest, epoch)
+            self._distribute(entry, self._others(version.container.job), self._config.deadline_s)
+        expected = {one.name: one for one in manifest.entries}
+        for held in objects:
+            wanted = expected.get(held.name)
+            if wanted is None or (wanted.size, wanted.crc32c, wanted.owner_node_id) != (held.size, held.crc32c, owner):
+                raise CommitError(f"{owner} reports {held.name} of {version}, which is not in its manifest like that")
+        entry.acknowledged.setdefault(owner, set()).update(held.name for held in objects)
+        self._protect_if_due(entry)
+
+    def _check_own(self, manifest: Manifest) -> None:
+        version = manifest.version
+        me = self._address.node_id
+        if manifest.coordinator_node_id != me:
+            raise CommitError(
+                f"{version}: the manifest names {manifest.coordinator_node_id} as its coordinator, this is {me}; "
+                "commit it with the agent of the coordinator's own node"
+            )
+        if not manifest.entries:
+            raise CommitError(f"{version}: the manifest lists no objects, so there would be nothing to load")
+        held = self._store.objects(version)
+        for entry in manifest.entries:
+            if entry.owner_node_id != me:
+                continue
+            info = held.get(entry.name)
+            if info is None or (info.size, info.crc32c) != (entry.size, entry.crc32c):
+                found = "it is not here" if info is None else f"found {info.size} bytes, checksum {info.crc32c:08x}"
+                raise CommitError(
+                    f"{version}: expected {entry.name} on this node with {entry.size} bytes and checksum "
+                    f"{entry.crc32c:08x}, {found}; seal every object before the commit"
+                )
+
+    def _remember(self, manifest: Manifest, epoch: int) -> _Open:
+        members = len(self._others(manifest.version.container.job)) + 1
+        entry = _Open(manifest, epoch, min(manifest.replicas + 1, members), stored_on={self._address.node_id})
+        self._open[manifest.version] = entry
+        while len(self._open) > MAX_OPEN:
+            oldest = next(iter(self._open))
+            self._forget(oldest, f"more than {MAX_OPEN} containers are waiting to be protected")
+        return entry
+
+    def _distribute(self, entry: _Open, members: Sequence[NodeAddress], deadline_s: float) -> None:
+        if entry.distribution is None or entry.distribution.done():
+            entry.distribution = self._spawn(
+                "distribute", entry.manifest.version, self._send_to_all(entry, members, deadline_s)
+            )
+
+    async def _send_to_all(self, entry: _Open, members: Sequence[NodeAddress], deadline_s: float) -> None:
+        version = entry.manifest.version
+        stored = self._manifests.data(version)
+        if stored is None:
+            self._fail(entry, CommitError(f"{version}: the manifest that was stored on this node is gone"))
+            return
+        self._committed_if_due(entry)
+        sender = Sender(self._address.identity, version.container.job, entry.epoch)
+        refusals: dict[str, ReplicatorError] = {}
+
+        async def send(node: NodeAddress) -> None:
+            async def once() -> None:
+                where = self._peers.resolve(version.container.job, node.node_id)
+                await self._peers.upload(
+                    where,
+                    "PeerService/PutManifest",
+                    lambda: manifest_chunks(*stored, sender),
+                    types_pb2.ManifestChunk,
+                    peer_pb2.PutManifestReply,
+                    awaited=f"storing the manifest of {version}",
+                )
+
+            try:
+                await repeat(once, deadline_s, final=(StaleEpochError, CommitError))
+            except ReplicatorError as error:
+                refusals[node.node_id] = error
+                log.warning("a node did not store the manifest", extra=fields(version, peer=node.node_id, reason=error))
+            else:
+                entry.stored_on.add(node.node_id)
+                self._committed_if_due(entry)
+
+        await asyncio.gather(*(send(node) for node in members if node.node_id not in entry.stored_on))
+        if not entry.committed:
+            self._fail(entry, self._why_not_committed(entry, refusals))
+
+    def _why_not_committed(self, entry: _Open, refusals: dict[str, ReplicatorError]) -> ReplicatorError:
+        for error in refusals.values():
+            if isinstance(error, StaleEpochError):
+                return error
+        reasons = [f"{node}: {error}" for node, error in sorted(refusals.items())]
+        return CommitError(
+            f"{entry.manifest.version} needs its manifest on {entry.needed} nodes, found it on {len(entry.stored_on)} "
+            f"({listed(sorted(entry.stored_on))}); {listed(reasons)}. It may still become visible later, complete"
+        )
+
+    def _committed_if_due(self, entry: _Open) -> None:
+        if not entry.committed and len(entry.stored_on) >= entry.needed:
+            entry.committed = True
+            self._counters.add("containers_committed")
+            log.info("container committed", extra=fields(entry.manifest.version, nodes=len(entry.stored_on)))
+            self._tell(entry, self._event(entry))
+            self._protect_if_due(entry)
+
+    def _protect_if_due(self, entry: _Open) -> None:
+        version = entry.manifest.version
+        if not entry.committed or entry.missing_owners() or self._store.is_protected(version):
+            return
+        self._store.mark_protected(version)
+        self._counters.add("containers_protected")
+        log.info("container protected", extra=fields(version))
+        self._tell_protected(entry)
+        self._spawn("spread", version, self._spread_protection(version, entry.epoch))
+
+    def _tell_protected(self, entry: _Open) -> None:
+        event = self._event(entry)
+        event.is_protected = True
+        self._tell(entry, event)
+
+    async def _spread_protection(self, version: ContainerVersion, epoch: int) -> None:
+        """Drop what is superseded here, and tell all members."""
+        request = peer_pb2.MarkProtectedRequest(
+            sender=sender_to_pb(Sender(self._address.identity, version.container.job, epoch)),
+            container=version_to_pb(version),
+        )
+
+        async def tell(node: NodeAddress) -> None:
+            async def once() -> None:
+                await self._peers.unary(
+                    self._peers.resolve(version.container.job, node.node_id),
+                    "PeerService/MarkProtected",
+                    request,
+                    peer_pb2.MarkProtectedReply,
+                    awaited=f"taking note that {version} is protected",
+                )
+
+            try:
+                await repeat(once, self._config.deadline_s, final=(StaleEpochError, CommitError))
+            except ReplicatorError as error:
+                log.warning(
+                    "a node was not told that a container is protected",
+                    extra=fields(version, peer=node.node_id, reason=error),
+                )
+
+        await self._superseded(version)
+        await asyncio.gather(*(tell(node) for node in self._others(version.container.job)))
+
+    # -- every member
+
+    async def store_manifest(self, data: bytes, stated_crc: int, sender: Sender) -> None:
+        """A coordinator sent a manifest: check it, store it, and report when all own objects are acknowledged.
+
+        Raises:
+            StaleEpochError: the sender's incarnation of the job was superseded.
+            CorruptObjectError, InvalidIdError: it is damaged, or not of the sender's job.
+            CommitError: another manifest of that version is stored here.
+            StoreFullError: no room.
+        """
+        self._jobs.check(sender.job, sender.epoch)
+        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc)
+        if manifest.version.container.job != sender.job:
+            log.warning("a manifest came in the name of another job", extra=fields(manifest.version, peer=sender.node))
+        self.check_own_copies(manifest.version, again=True)
+
+    async def mark_protected(self, version: ContainerVersion, sender: Sender) -> None:
+        """The coordinator says that the container is protected.
+
+        Raises:
+            StaleEpochError: the sender's incarnation of the job was superseded.
+            CommitError: the sender is not the container's coordinator.
+            ReplicatorError: the manifest is not here and could not be fetched.
+        """
+        self._jobs.check(version.container.job, sender.epoch)
+        manifest = self._manifests.get(version)
+        if manifest is None:
+            manifest = await self._fetch(version, self._peers.resolve(version.container.job, sender.node.node_id))
+        if manifest.coordinator_node_id != sender.node.node_id:
+            raise CommitError(
+                f"{version} is coordinated by {manifest.coordinator_node_id}, so {sender.node.node_id} cannot say "
+                "that it is protected"
+            )
+        if not self._store.is_protected(version):
+            self._store.mark_protected(version)
+            log.info("container protected", extra=fields(version, coordinator=sender.node.node_id))
+        self._spawn("superseded", version, self._superseded(version))
+
+    async def _fetch(self, version: ContainerVersion, node: NodeAddress) -> Manifest:
+        sender = self._peers.sender_of(version.container.job)
+        data, manifest_crc = await fetch_manifest(self._peers, sender, version, node, self._config.rpc_deadline_s)
+        return await asyncio.to_thread(self._manifests.put, data, manifest_crc)
+
+    # -- the owner
+
+    def check_own_copies(self, version: ContainerVersion, *, again: bool = False) -> None:
+        """Report to the coordinator when all objects of this node are acknowledged; offer those that are not.
+
+        Args:
+            again: report also when that was done before: the coordinator may have forgotten.
+        """
+        manifest = self._manifests.get(version)
+        if manifest is None or self._store.is_protected(version) or self._closed:
+            return
+        mine = [entry for entry in manifest.entries if entry.owner_node_id == self._address.node_id]
+        if not mine:
+            return
+        missing = [
+            one for one in (version.object(entry.name) for entry in mine) if not self._replicator.acknowledged(one)
+        ]
+        if missing:
+            self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
+            return
+        if again or version not in self._reported:
+            self._spawn("report", version, self._report(manifest, mine_held(manifest, self._address.node_id)))
+
+    def _on_acknowledged(self, version: ContainerVersion) -> None:
+        manifest = self._manifests.get(version)
+        if manifest is None or self._store.is_protected(version):
+            return
+        mine = (entry for entry in manifest.entries if entry.owner_node_id == self._address.node_id)
+        if all(self._replicator.acknowledged(version.object(entry.name)) for entry in mine):
+            self.check_own_copies(version)
+
+    async def _report(self, manifest: Manifest, held: Sequence[HeldObject]) -> None:
+        version = manifest.version
+        job = version.container.job
+        coordinator = manifest.coordinator_node_id
+
+        async def once() -> None:
+            for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
+                part = held[start : start + OBJECTS_PER_INVENTORY_MESSAGE]
+                if coordinator == self._address.node_id:
+                    self.owner_reported(version, coordinator, part)
+                    continue
+                request = peer_pb2.ReportReplicatedRequest(
+                    sender=sender_to_pb(self._peers.sender_of(job)),
+                    container=version_to_pb(version),
+                    objects=[held_to_pb(one) for one in part],
+                )
+                await self._peers.unary(
+                    self._peers.resolve(job, coordinator),
+                    "PeerService/ReportReplicated",
+                    request,
+                    peer_pb2.ReportReplicatedReply,
+                    awaited=f"taking note that {len(part)} objects of {version} have all their copies",
+                )
+
+        try:
+            await repeat(once, self._config.deadline_s, final=(StaleEpochError, CommitError))
+        except ReplicatorError as error:
+            log.warning("the coordinator was not told of copies", extra=fields(version, reason=error))
+            return
+        self._reported[version] = None
+        while len(self._reported) > MAX_OPEN:
+            self._reported.popitem(last=False)
+
+    # -- start, end and memory
+
+    def resume(self) -> None:
+        """After a start: distribute and report again what is committed here and not protected."""
+        for job in self._jobs.names():
+            versions = sorted(self._store.versions(job), key=recency, reverse=True)
+            taken = 0
+            for version in versions:
+                if self._store.is_protected(version) or taken == RESUMED_PER_JOB:
+                    break
+                manifest = self._manifests.get(version)
+                if manifest is None:
+                    continue
+                taken += 1
+                if manifest.coordinator_node_id == self._address.node_id:
+                    entry = self._remember(manifest, self._jobs.epoch(job))
+                    self._distribute(entry, self._others(job), self._config.deadline_s)
+                self.check_own_copies(version)
+
+    async def close(self) -> None:
+        """Give up what is under way; it is taken up by `resume` or by the trainers."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _superseded(self, version: ContainerVersion) -> None:
+        """The container is protected: forget what is kept in memory of it and of older ones, then drop those."""
+        job = version.container.job
+        self._replicator.forget(version)
+        self._open.pop(version, None)
+        self._reported.pop(version, None)
+        for older in [one for one in self._open if one.container.job == job and recency(one) < recency(version)]:
+            self._forget(older, f"{version} is newer and protected")
+        await self._retention.run(job)
+
+    def _forget(self, version: ContainerVersion, reason: str) -> None:
+        entry = self._open.pop(version)
+        task = self._tasks.get(("distribute", version))
+        if task is not None:
+            task.cancel()
+        self._fail(entry, CommitError(f"{version} was never protected: {reason}"))
+
+    def _fail(self, entry: _Open, error: ReplicatorError) -> None:
+        event = self._event(entry)
+        event.ok = False
+        event.error_kind, event.error_message = error.kind, str(error)
+        log.warning("a container is not committed or not protected", extra=fields(entry.manifest.version, reason=error))
+        if not entry.committed:
+            self._counters.add("commits_failed")
+            self._open.pop(entry.manifest.version, None)
+        self._tell(entry, event)
+
+    def _event(self, entry: _Open) -> local_pb2.CommitEvent:
+        return local_pb2.CommitEvent(
+            container=version_to_pb(entry.manifest.version), ok=True, stored_on=sorted(entry.stored_on)
+        )
+
+    def _tell(self, entry: _Open, event: local_pb2.CommitEvent) -> None:
+        for report in entry.reports:
+            try:
+                report(event)
+            except Exception:
+                log.exception("the outcome of a commit could not be told", extra=fields(entry.manifest.version))
+
+    def _require(self, version: ContainerVersion) -> Manifest:
+        manifest = self._manifests.get(version)
+        if manifest is None:
+            raise NotFoundError(f"no manifest of {version} is stored on node {self._address.node_id}")
+        return manifest
+
+    def _others(self, job: str) -> list[NodeAddress]:
+        return [node for node in self._jobs.members(job) if node.node_id != self._address.node_id]
+
+    def _spawn(self, what: str, version: ContainerVersion, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run in the background; one task of a kind per version."""
+        key = (what, version)
+        running = self._tasks.get(key)
+        if running is not None and not running.done():
+            work.close()
+            return running
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[key] = task
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if self._tasks.get(key) is done:
+                del self._tasks[key]
+            if not done.cancelled() and done.exception() is not None:
+                log.error("background work on a container failed", exc_info=done.exception(), extra=fields(version))
+
+        task.add_done_callback(ended)
+        return task
+
+
+def mine_held(manifest: Manifest, node_id: str) -> list[HeldObject]:
+    """The objects of the manifest that the node owns."""
+    return [
+        HeldObject(entry.name, entry.size, entry.crc32c) for entry in manifest.entries if entry.owner_node_id == node_id
+    ]

@@ -1,25 +1,76 @@
-"""Other agents: one channel per address, a Hello before it is used, a deadline on every call."""
+"""Other agents: one channel per address, a Hello before it is used, a deadline on every call.
+
+Identity is not the address (F34). A node is found by its id; the address where it was last met is only a hint, and
+whoever answers there says who it is. When that is a new incarnation, what was believed of the old one is dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar
 
+import grpc
+import grpc.aio
 from google.protobuf.message import Message
 
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import EpochAnswer, Jobs
+from replicator.agent.link import Link, LinkBrokenError
 from replicator.config import AgentConfig
-from replicator.ids import NodeAddress
+from replicator.errors import DeadlineExceededError, InvalidIdError, PeerUnavailableError
+from replicator.ids import NodeAddress, NodeIdentity
+from replicator.rpc_options import channel_credentials, channel_options
+from replicator.v1 import peer_pb2
+from replicator.wire import (
+    Sender,
+    identity_from_pb,
+    identity_to_pb,
+    node_address_from_pb,
+    sender_to_pb,
+    validate_address,
+)
 
+# Channels that are kept while nothing is asked over them; those in use are never closed for it.
+MAX_IDLE_LINKS = 512
+MAX_MET = 8192
+_RESOLVE_AGAIN_S = 0.25
+
+log = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
+# Called with the node as it was and as it is now: same node id, another incarnation.
+ReplacedCallback = Callable[[NodeAddress, NodeAddress], None]
 
 
 class PeerDirectory:
     """All other agents that this one talks to. Used in the event loop only."""
 
     def __init__(self, config: AgentConfig, address: NodeAddress, jobs: Jobs, counters: Counters) -> None:
-        raise NotImplementedError
+        self._config = config
+        self._address = address
+        self._jobs = jobs
+        self._counters = counters
+        self._credentials = channel_credentials(config) if config.tls else None
+        self._links: dict[str, Link] = {}
+        self._met: dict[str, NodeAddress] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.on_replaced: list[ReplacedCallback] = []
+
+    @property
+    def sender(self) -> Sender:
+        """This agent, speaking for no job."""
+        return Sender(self._address.identity)
+
+    def sender_of(self, job: str) -> Sender:
+        """This agent, speaking for the job in the newest epoch known here."""
+        return Sender(self._address.identity, job, self._jobs.epoch(job))
+
+    # -- who is where
 
     async def ask_epoch(self, job: str, address: str, expected: NodeAddress | None, deadline_s: float) -> EpochAnswer:
         """For `Jobs.open_job`: what the agent at `address` knows of the job. An `EpochAsker`.
@@ -28,7 +79,13 @@ class PeerDirectory:
             PeerUnavailableError: nobody answers there, or somebody else than `expected` (by node id).
             DeadlineExceededError: no answer in time.
         """
-        raise NotImplementedError
+        target: NodeAddress | str = NodeAddress(expected.identity, address) if expected else address
+        _, reply = await self._hello(target, job, self._now() + deadline_s, deadline_s)
+        members = []
+        for message in reply.known_members:
+            with contextlib.suppress(InvalidIdError):
+                members.append(node_address_from_pb(message))
+        return EpochAnswer(NodeAddress(identity_from_pb(reply.node), address), reply.highest_epoch, tuple(members))
 
     def resolve(self, job: str, node_id: str) -> NodeAddress:
         """Where the node was last known to be: a member, a remembered node, or one met through its address.
@@ -36,11 +93,67 @@ class PeerDirectory:
         Raises:
             PeerUnavailableError: nobody told this agent of the node.
         """
-        raise NotImplementedError
+        for node in self._jobs.everyone(job):
+            if node.node_id == node_id:
+                return node
+        if node_id in self._met:
+            return self._met[node_id]
+        raise PeerUnavailableError(
+            f"no address is known of node {node_id}: it is not a member of job {job}, now or before, and never "
+            "answered; let it join the job, or list its address in `peers`"
+        )
+
+    def identity(self, node_id: str) -> NodeIdentity | None:
+        """The incarnation of the node that answered last; None when it never did."""
+        node = self._met.get(node_id)
+        return None if node is None else node.identity
 
     def known(self) -> tuple[NodeAddress | str, ...]:
         """Every other node of every job, and configured addresses whose node is not known yet."""
-        raise NotImplementedError
+        nodes: dict[str, NodeAddress] = {}
+        for job in self._jobs.names():
+            for node in self._jobs.everyone(job):
+                nodes.setdefault(node.node_id, node)
+        for node in self._met.values():
+            nodes.setdefault(node.node_id, node)
+        nodes.pop(self._address.node_id, None)
+        addresses = {node.grpc_address for node in nodes.values()} | {self._address.grpc_address}
+        return (*sorted(nodes.values()), *(peer for peer in self._config.peers if peer not in addresses))
+
+    async def bulk_address(self, node: NodeAddress | str) -> str:
+        """Where the node serves the bulk lane, as it said in its Hello; empty when it does not. Raises like `unary`."""
+        deadline_s = self._config.rpc_deadline_s
+        return (await self._greeted(node, self._now() + deadline_s, deadline_s)).bulk_address
+
+    async def channel(self, node: NodeAddress | str) -> grpc.aio.Channel:
+        """A channel on which the node was greeted, for calls that this class does not know. Raises like `unary`."""
+        deadline_s = self._config.rpc_deadline_s
+        return (await self._greeted(node, self._now() + deadline_s, deadline_s)).channel
+
+    async def announce(self) -> None:
+        """Tell everybody where this agent is reached now; those who do not answer will hear it another time."""
+        targets = self.known()
+
+        async def tell(node: NodeAddress | str) -> None:
+            with contextlib.suppress(PeerUnavailableError, DeadlineExceededError):
+                for job in self._jobs.names():
+                    if isinstance(node, str) or any(one.node_id == node.node_id for one in self._jobs.everyone(job)):
+                        await self._hello(
+                            node, job, self._now() + self._config.rpc_deadline_s, self._config.rpc_deadline_s
+                        )
+
+        await asyncio.gather(*(tell(node) for node in targets), return_exceptions=True)
+
+    async def verify_claim(self, job: str, claimed: NodeAddress) -> None:
+        """A node said of itself that it is at an address: ask there, and believe only what is answered."""
+        for node in self._jobs.everyone(job):
+            if node == claimed:
+                return
+        if any(node.node_id == claimed.node_id for node in self._jobs.everyone(job)):
+            with contextlib.suppress(PeerUnavailableError, DeadlineExceededError):
+                await self.ask_epoch(job, claimed.grpc_address, claimed, self._config.rpc_deadline_s)
+
+    # -- calls
 
     async def unary(
         self,
@@ -52,7 +165,7 @@ class PeerDirectory:
         awaited: str,
         deadline_s: float | None = None,
     ) -> ReplyT:
-        """One call, after a Hello where that is due.
+        """One call, after a Hello where that is due. Repeated once when the peer turns out to have been replaced.
 
         Args:
             node: a node, which must answer by its node id, or a mere address, where whoever is there will do.
@@ -65,9 +178,47 @@ class PeerDirectory:
             DeadlineExceededError: no answer in time; says what was awaited, from whom, for how long.
             ReplicatorError: what the peer raised.
         """
-        raise NotImplementedError
+        limit = self._config.rpc_deadline_s if deadline_s is None else deadline_s
+        end = self._now() + limit
+        again = True
+        while True:
+            link = await self._greeted(node, end, limit)
+            try:
+                return await link.unary(method, request, reply_type, awaited, end - self._now(), limit)
+            except LinkBrokenError as broken:
+                self._drop(link)
+                if not again:
+                    raise broken.error from None
+                again = False
 
-    def stream(
+    async def upload(
+        self,
+        node: NodeAddress | str,
+        method: str,
+        requests: Callable[[], Iterable[RequestT]],
+        request_type: type[RequestT],
+        reply_type: type[ReplyT],
+        *,
+        awaited: str,
+        deadline_s: float | None = None,
+    ) -> ReplyT:
+        """A client-streaming call; `requests` gives the messages anew for each attempt. Otherwise like `unary`."""
+        limit = self._config.rpc_deadline_s if deadline_s is None else deadline_s
+        end = self._now() + limit
+        again = True
+        while True:
+            link = await self._greeted(node, end, limit)
+            try:
+                return await link.upload(
+                    method, requests(), request_type, reply_type, awaited, end - self._now(), limit
+                )
+            except LinkBrokenError as broken:
+                self._drop(link)
+                if not again:
+                    raise broken.error from None
+                again = False
+
+    async def stream(
         self,
         node: NodeAddress | str,
         method: str,
@@ -77,9 +228,151 @@ class PeerDirectory:
         awaited: str,
         idle_s: float,
     ) -> AsyncIterator[ReplyT]:
-        """A server-streaming call, each message of which must come within `idle_s`. Raises like `unary`."""
-        raise NotImplementedError
+        """A server-streaming call, each message of which must come within `idle_s`. Raises like `unary`.
+
+        Repeated once, like `unary`, as long as no message has come.
+        """
+        again = True
+        while True:
+            limit = min(idle_s, self._config.rpc_deadline_s)
+            link = await self._greeted(node, self._now() + limit, limit)
+            replies = link.stream(method, request, reply_type, awaited, idle_s)
+            try:
+                async for reply in replies:
+                    again = False
+                    yield reply
+                return
+            except LinkBrokenError as broken:
+                self._drop(link)
+                if not again:
+                    raise broken.error from None
+                again = False
+            finally:
+                await replies.aclose()  # type: ignore[attr-defined]
 
     async def close(self) -> None:
-        """Close all channels."""
-        raise NotImplementedError
+        """Close all channels. Idempotent."""
+        self._closed = True
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.channel.close(None)
+        for task in list(self._closing):
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    # -- connections
+
+    async def _greeted(self, node: NodeAddress | str, end: float, deadline_s: float) -> Link:
+        """A link to the node on which a Hello was answered since it was connected."""
+        address = node if isinstance(node, str) else node.grpc_address
+        link = self._links.get(address)
+        if link is not None and link.greeted:
+            self._links[address] = self._links.pop(address)
+            self._require(node, link.node)
+            return link
+        link, _ = await self._hello(node, "", end, deadline_s, only_if_due=True)
+        return link
+
+    async def _hello(
+        self, node: NodeAddress | str, job: str, end: float, deadline_s: float, *, only_if_due: bool = False
+    ) -> tuple[Link, peer_pb2.HelloReply]:
+        """Ask who is there. A name that is not resolved is tried again until `end` (F34)."""
+        address = node if isinstance(node, str) else node.grpc_address
+        request = peer_pb2.HelloRequest(
+            sender=sender_to_pb(self.sender_of(job) if job else self.sender), grpc_address=self._address.grpc_address
+        )
+        if not isinstance(node, str):
+            request.expected.CopyFrom(identity_to_pb(node.identity))
+        fresh = address not in self._links
+        while True:
+            link = self._link(address)
+            try:
+                async with asyncio.timeout_at(end):
+                    await link.greeting.acquire()
+                try:
+                    if only_if_due and link.greeted:
+                        self._require(node, link.node)
+                        return link, peer_pb2.HelloReply()
+                    seconds = end - self._now()
+                    reply = await link.unary(
+                        "PeerService/Hello", request, peer_pb2.HelloReply, "its Hello", seconds, deadline_s
+                    )
+                    self._meet(link, reply)
+                finally:
+                    link.greeting.release()
+            except TimeoutError as error:
+                # Also DeadlineExceededError of the call itself. A silent connection is not waited for a second time.
+                self._drop(link)
+                if isinstance(error, DeadlineExceededError):
+                    raise
+                raise DeadlineExceededError.of("its Hello", link.whom, deadline_s) from None
+            except LinkBrokenError as broken:
+                self._drop(link)
+                if broken.unresolved and self._now() + _RESOLVE_AGAIN_S < end:
+                    await asyncio.sleep(_RESOLVE_AGAIN_S)
+                elif fresh:
+                    raise broken.error from None
+                fresh = True
+                continue
+            self._require(node, link.node)
+            return link, reply
+
+    def _meet(self, link: Link, reply: peer_pb2.HelloReply) -> None:
+        """Somebody answered at the link's address."""
+        node = NodeAddress(identity_from_pb(reply.node), link.address)
+        link.node = node
+        link.bulk_address = validate_address(reply.bulk_address) if reply.bulk_address else ""
+        before = self._met.pop(node.node_id, None)
+        self._met[node.node_id] = node
+        if len(self._met) > MAX_MET:
+            self._met.pop(next(iter(self._met)))
+        for other in [one for one in self._met.values() if one.grpc_address == link.address and one is not node]:
+            del self._met[other.node_id]
+        for job in self._jobs.names():
+            for known in self._jobs.everyone(job):
+                if known.node_id == node.node_id and known != node:
+                    before = before or known
+                    self._jobs.learn(job, [node], first_hand=True)
+        if before is not None and before.identity != node.identity:
+            self._counters.add("peers_replaced")
+            log.info(
+                "a peer is there in a new incarnation; what was known of the old one is dropped",
+                extra={"peer": node.node_id, "address": link.address, "was": before.identity, "is": node.identity},
+            )
+            for callback in self.on_replaced:
+                callback(before, node)
+
+    def _require(self, wanted: NodeAddress | str, found: NodeAddress | None) -> None:
+        if isinstance(wanted, str) or found is None or found.node_id == wanted.node_id:
+            return
+        raise PeerUnavailableError(
+            f"expected node {wanted.node_id} at {wanted.grpc_address}, found node {found.node_id} there; "
+            f"{wanted.node_id} is gone or has moved, and is found again once it says where it is"
+        )
+
+    def _link(self, address: str) -> Link:
+        if self._closed:
+            raise PeerUnavailableError(f"this agent is stopping, so {address} is not asked any more")
+        link = self._links.get(address)
+        if link is None:
+            if self._credentials is not None:
+                channel = grpc.aio.secure_channel(address, self._credentials, options=channel_options())
+            else:
+                channel = grpc.aio.insecure_channel(address, options=channel_options())
+            link = self._links[address] = Link(address, channel)
+            idle = [one for one in self._links.values() if one is not link and not one.calls]
+            for one in idle[: max(0, len(idle) - MAX_IDLE_LINKS)]:
+                self._drop(one)
+        return link
+
+    def _drop(self, link: Link) -> None:
+        """Never use this link again; calls that still run on it may end."""
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+        grace = self._config.rpc_deadline_s if link.calls else None
+        task = asyncio.get_running_loop().create_task(link.channel.close(grace))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

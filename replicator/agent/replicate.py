@@ -1,22 +1,86 @@
-"""The owner's side of replication: offers to buddies, retries with back-off, and who acknowledged what."""
+"""The owner's side of replication: offers to buddies, retries with back-off, and who acknowledged what.
+
+Nothing is remembered over a restart. Whoever wants to know whether a buddy has an object offers it again, and a buddy
+that has it says so at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from replicator.ids import ObjectVersion
-from replicator.v1 import local_pb2
+from replicator.agent.counters import Counters
+from replicator.agent.jobs import Jobs
+from replicator.agent.logs import fields
+from replicator.agent.offers import OfferQueue, Outcome, Pending
+from replicator.agent.peers import PeerDirectory
+from replicator.config import AgentConfig
+from replicator.errors import (
+    CorruptObjectError,
+    InvalidIdError,
+    ObjectNotFoundError,
+    PeerUnavailableError,
+    ReplicationError,
+    ReplicatorError,
+    TransferError,
+    from_wire,
+)
+from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, ObjectVersion
+from replicator.store import Store
+from replicator.store.trailer import ObjectInfo
+from replicator.v1 import local_pb2, peer_pb2
+from replicator.wire import (
+    Sender,
+    info_from_pb,
+    info_to_pb,
+    node_address_to_pb,
+    object_from_pb,
+    object_to_pb,
+    sender_to_pb,
+)
+
+MAX_PENDING = 1 << 17
+MAX_STREAMS_PER_BUDDY = 4
+MAX_REMEMBERED_VERSIONS = 64
+
+Report = Callable[[local_pb2.ReplicationEvent], None]
+
+log = logging.getLogger(__name__)
 
 
 class Replicator:
     """Used in the event loop only."""
 
-    def replicate(
+    def __init__(
         self,
-        objects: Sequence[ObjectVersion],
-        epoch: int,
-        deadline_s: float,
-        report: Callable[[local_pb2.ReplicationEvent], None],
+        config: AgentConfig,
+        address: NodeAddress,
+        store: Store,
+        jobs: Jobs,
+        peers: PeerDirectory,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._address = address
+        self._store = store
+        self._jobs = jobs
+        self._peers = peers
+        self._counters = counters
+        self._queues: dict[tuple[str, str], OfferQueue] = {}
+        self._streams: dict[tuple[str, str], set[asyncio.Task[None]]] = {}
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._acks: OrderedDict[ContainerVersion, dict[tuple[str, str], NodeIdentity]] = OrderedDict()
+        self._closed = False
+        # Called with the version whenever a buddy acknowledged an object of it.
+        self.on_acknowledged: Callable[[ContainerVersion], None] = lambda version: None
+        # Called with the version when acknowledgements of it turned out to be those of a process that is gone.
+        self.on_lost: Callable[[ContainerVersion], None] = lambda version: None
+        peers.on_replaced.append(self._forget)
+
+    def replicate(
+        self, objects: Sequence[ObjectVersion], epoch: int, deadline_s: float, report: Report
     ) -> tuple[str, ...]:
         """Start copying sealed objects of this node (all of one job) to its buddies; returns their ids at once.
 
@@ -30,5 +94,247 @@ class Replicator:
             StaleEpochError: a newer incarnation of the job is known.
             ObjectNotFoundError: an object is not sealed here.
             InvalidIdError: objects of several jobs.
+            ReplicationError: too many objects are on their way already.
         """
-        raise NotImplementedError
+        jobs = {one.version.container.job for one in objects}
+        if len(jobs) != 1:
+            if not jobs:
+                return ()
+            raise InvalidIdError(
+                f"expected objects of one job, found {', '.join(sorted(jobs))}; ask for each by itself"
+            )
+        job = jobs.pop()
+        self._jobs.check(job, epoch)
+        infos = [self._require(one) for one in objects]
+        chosen = self._jobs.buddies(job).node_ids
+        waiting = sum(len(queue) for queue in self._queues.values())
+        if waiting + len(infos) * len(chosen) > MAX_PENDING:
+            raise ReplicationError(
+                f"{waiting} copies are on their way already, at most {MAX_PENDING} may be; wait for their outcomes"
+            )
+        now = self._now()
+        for buddy in chosen:
+            queue = self._queues.setdefault((job, buddy), OfferQueue(buddy))
+            for info in infos:
+                queue.add(info, epoch, deadline_s, self._teller(info.object, buddy, report), now)
+            self._schedule((job, buddy), 0.0)
+        return chosen
+
+    def ensure(self, objects: Sequence[ObjectVersion], epoch: int) -> None:
+        """Offer again what is neither acknowledged nor on its way; the outcome shows in `acknowledged`."""
+        due = [
+            one
+            for one in objects
+            if not self._is_on_its_way(one) and not self.acknowledged(one) and self._store.get(one) is not None
+        ]
+        try:
+            self.replicate(due, epoch, self._config.deadline_s, lambda event: None)
+        except ReplicatorError as error:
+            log.warning("objects cannot be offered to the buddies", extra={"objects": len(due), "reason": error})
+
+    def acknowledged(self, one: ObjectVersion) -> bool:
+        """Whether every buddy of this node, as it is there now, said that it verified and sealed the object."""
+        acks = self._acks.get(one.version, {})
+        return all((one.name, buddy) in acks for buddy in self._jobs.buddies(one.version.container.job).node_ids)
+
+    def forget(self, version: ContainerVersion) -> None:
+        """Nobody needs to know any more who acknowledged objects of this container."""
+        self._acks.pop(version, None)
+
+    @property
+    def on_their_way(self) -> int:
+        """Copies that were asked for and have no outcome yet."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    async def close(self) -> None:
+        """Give up everything without telling anybody: trainers ask the next agent again."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        tasks = [task for tasks in self._streams.values() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one buddy
+
+    def _schedule(self, key: tuple[str, str], delay_s: float) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        if not self._closed:
+            self._timers[key] = asyncio.get_running_loop().call_later(delay_s, self._dispatch, key)
+
+    def _dispatch(self, key: tuple[str, str]) -> None:
+        """Start offers as far as objects are due and streams are free."""
+        self._timers.pop(key, None)
+        queue = self._queues[key]
+        streams = self._streams.setdefault(key, set())
+        now = self._now()
+        for item in queue.overdue(now):
+            self._finish(queue, item, PeerUnavailableError(f"buddy {queue.buddy} answers nothing"), now)
+        while len(streams) < MAX_STREAMS_PER_BUDDY:
+            batch = queue.take(now)
+            if not batch:
+                break
+            task = asyncio.get_running_loop().create_task(self._offer(queue, batch))
+            streams.add(task)
+            task.add_done_callback(lambda done: self._ended(key, done))
+        due = queue.next_due(now)
+        if due is not None and len(streams) < MAX_STREAMS_PER_BUDDY:
+            self._schedule(key, due)
+        elif not len(queue) and not streams:
+            del self._queues[key], self._streams[key]
+
+    def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._streams[key].discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("an offer ended with an error of this program", exc_info=task.exception())
+        self._schedule(key, 0.0)
+
+    async def _offer(self, queue: OfferQueue, batch: list[Pending]) -> None:
+        """One offer: every object of it is done, or to be tried again, when this returns."""
+        open_items = {item.object: item for item in batch}
+        error: ReplicatorError
+        try:
+            await self._exchange(queue, open_items)
+            error = TransferError("the buddy ended the exchange without an outcome for it")
+        except ReplicatorError as caught:
+            error = caught
+        except Exception as caught:
+            log.exception("an offer failed", extra={"buddy": queue.buddy})
+            error = ReplicationError(f"{type(caught).__name__}: {caught}")
+        for item in list(open_items.values()):
+            self._failed(queue, item, error)
+
+    async def _exchange(self, queue: OfferQueue, open_items: dict[ObjectVersion, Pending]) -> None:
+        first = next(iter(open_items.values()))
+        job = first.object.version.container.job
+        self._jobs.check(job, first.epoch)
+        for item in list(open_items.values()):
+            try:
+                self._require(item.object)
+            except ObjectNotFoundError as error:
+                del open_items[item.object]
+                self._failed(queue, item, error)
+        if not open_items:
+            return
+        node = self._peers.resolve(job, queue.buddy)
+        request = peer_pb2.OfferRequest(
+            sender=sender_to_pb(Sender(self._address.identity, job, first.epoch)),
+            objects=[info_to_pb(item.info) for item in open_items.values()],
+            source=node_address_to_pb(self._address),
+            deadline_ms=int(first.deadline_s * 1000),
+        )
+        awaited = f"copies of {len(open_items)} objects, {first.object} first"
+        self._counters.add("offers_sent")
+        async for event in self._peers.stream(
+            node, "PeerService/Offer", request, peer_pb2.OfferEvent, awaited=awaited, idle_s=first.deadline_s
+        ):
+            item = open_items.get(object_from_pb(event.object))
+            queue.heard_at = self._now()
+            if item is None:
+                continue
+            kind = event.WhichOneof("event")
+            if kind == "progress_bytes":
+                if event.progress_bytes:
+                    queue.progressed(item, self._now())
+                continue
+            del open_items[item.object]
+            if kind == "sealed":
+                self._sealed(queue, item, event)
+            else:
+                self._failed(queue, item, from_wire(event.failed.error_kind, event.failed.error_message))
+
+    def _sealed(self, queue: OfferQueue, item: Pending, event: peer_pb2.OfferEvent) -> None:
+        try:
+            verified = info_from_pb(event.sealed)
+            if (verified.object, verified.size, verified.crc32c) != (item.object, item.info.size, item.info.crc32c):
+                raise CorruptObjectError(
+                    f"buddy {queue.buddy} sealed {verified.object} with {verified.size} bytes, checksum "
+                    f"{verified.crc32c:08x}; expected {item.info.size} bytes, {item.info.crc32c:08x}"
+                )
+        except ReplicatorError as error:
+            self._failed(queue, item, error)
+            return
+        now = self._now()
+        queue.progressed(item, now)
+        queue.done(item)
+        identity = self._peers.identity(queue.buddy)
+        if identity is not None:
+            self._acks.setdefault(item.object.version, {})[(item.object.name, queue.buddy)] = identity
+            while len(self._acks) > MAX_REMEMBERED_VERSIONS:
+                self._acks.popitem(last=False)
+        self._counters.add("replicas_made")
+        self._counters.add("replica_bytes", item.info.size if event.lane else 0)
+        self._tell(item, verified, None, event.lane)
+        self.on_acknowledged(item.object.version)
+
+    def _failed(self, queue: OfferQueue, item: Pending, error: ReplicatorError) -> None:
+        now = self._now()
+        self._counters.add("replica_attempts_failed")
+        if queue.failed(item, error, now):
+            log.info(
+                "a replica is tried again",
+                extra=fields(item.object, buddy=queue.buddy, attempts=item.attempts, reason=error),
+            )
+        else:
+            self._finish(queue, item, error, now)
+
+    def _finish(self, queue: OfferQueue, item: Pending, error: ReplicatorError, now: float) -> None:
+        verdict = queue.verdict(item, error, now)
+        queue.done(item)
+        self._counters.add("replicas_failed")
+        log.warning("a replica was not made", extra=fields(item.object, buddy=queue.buddy, reason=verdict))
+        self._tell(item, None, verdict, "")
+
+    def _tell(self, item: Pending, verified: ObjectInfo | None, error: ReplicatorError | None, lane: str) -> None:
+        for outcome in item.outcomes:
+            try:
+                outcome(verified, error, lane, self._now() - item.asked_at)
+            except Exception:
+                log.exception("the outcome of a replica could not be told", extra=fields(item.object))
+
+    def _teller(self, one: ObjectVersion, buddy: str, report: Report) -> Outcome:
+        def tell(verified: ObjectInfo | None, error: ReplicatorError | None, lane: str, seconds: float) -> None:
+            event = local_pb2.ReplicationEvent(
+                object=object_to_pb(one),
+                buddy_node_id=buddy,
+                ok=error is None,
+                duration_ms=int(seconds * 1000),
+                lane=lane,
+            )
+            if verified is not None:
+                event.verified.CopyFrom(info_to_pb(verified))
+            if error is not None:
+                event.error_kind, event.error_message = error.kind, str(error)
+            report(event)
+
+        return tell
+
+    # -- state
+
+    def _require(self, one: ObjectVersion) -> ObjectInfo:
+        info = self._store.get(one)
+        if info is None:
+            raise ObjectNotFoundError(f"{one} is not sealed on this node, so it cannot be copied; seal it first")
+        return info
+
+    def _is_on_its_way(self, one: ObjectVersion) -> bool:
+        job = one.version.container.job
+        return any(one in queue for (of_job, _), queue in self._queues.items() if of_job == job)
+
+    def _forget(self, before: NodeAddress, now: NodeAddress) -> None:
+        """What a former incarnation acknowledged says nothing about the one that is there now."""
+        touched = []
+        for version, acks in self._acks.items():
+            gone = [key for key, identity in acks.items() if key[1] == now.node_id and identity != now.identity]
+            for key in gone:
+                del acks[key]
+            if gone:
+                touched.append(version)
+        for version in touched:
+            self.on_lost(version)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

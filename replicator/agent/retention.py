@@ -1,15 +1,158 @@
-"""Drops what is superseded: after a container became protected, and first of all when the store is full."""
+"""Drops what is superseded: after a container became protected, and first of all when the store is full.
+
+What may go is decided by `decide.plan_retention` alone. What went is remembered, so that copies of it that arrive
+late are refused and do not bring its directory back (F48).
+"""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+
+from replicator.agent.counters import Counters
+from replicator.agent.jobs import Jobs
+from replicator.agent.logs import fields
+from replicator.agent.manifests import Manifests
+from replicator.config import AgentConfig
+from replicator.decide.placement import buddies
+from replicator.decide.retention import Drop, RetentionView, plan_retention
+from replicator.decide.types import Manifest, describe, recency
+from replicator.errors import NotFoundError
+from replicator.ids import ContainerVersion, NodeAddress
+from replicator.store import Store
+
+MAX_REMEMBERED = 4096
+
+log = logging.getLogger(__name__)
 
 
 class Retention:
     """`on_pressure` may be called in any thread, the rest in the event loop."""
 
+    def __init__(
+        self,
+        config: AgentConfig,
+        address: NodeAddress,
+        store: Store,
+        jobs: Jobs,
+        manifests: Manifests,
+        counters: Counters,
+    ) -> None:
+        self._keep_last = config.keep_last
+        self._node_id = address.node_id
+        self._store = store
+        self._jobs = jobs
+        self._manifests = manifests
+        self._counters = counters
+        self._dropped: OrderedDict[ContainerVersion, str] = OrderedDict()
+        self._recoverable: dict[str, ContainerVersion] = {}
+        self._retrieved: dict[str, ContainerVersion] = {}
+
     async def run(self, job: str) -> int:
         """Drop what `plan_retention` allows for the job; returns how many containers."""
-        raise NotImplementedError
+        drops = plan_retention(self._views(job), self._keep_last)
+        for drop in drops:
+            await asyncio.to_thread(self._drop, drop)
+        return len(drops)
 
     def on_pressure(self, wanted_bytes: int) -> int:
-        """`Store.on_pressure`: drop superseded containers, oldest first; returns the bytes that were freed."""
-        raise NotImplementedError
+        """`Store.on_pressure`: drop superseded containers, oldest first; returns the bytes that were freed.
+
+        What `keep_last` would keep beside the newest protected container is given up too.
+        """
+        views = [view for job in self._jobs_held() for view in self._views(job)]
+        freed = 0
+        for drop in plan_retention(views, keep_last=1):
+            if freed >= wanted_bytes:
+                break
+            freed += self._drop(drop)
+            self._counters.add("containers_dropped_under_pressure")
+        return freed
+
+    def refusal(self, version: ContainerVersion) -> str:
+        """Why this node does not take copies of `version` any more; empty when it does."""
+        reason = self._dropped.get(version)
+        if reason is not None:
+            return f"it was dropped here: {reason}"
+        protected = sorted(
+            (held for held in self._store.versions(version.container.job) if self._is_protected(held)), key=recency
+        )
+        if len(protected) < self._keep_last:
+            return ""
+        floor = protected[-self._keep_last]
+        if recency(version) >= recency(floor):
+            return ""
+        return (
+            f"{describe(version)} is older than {describe(floor)}, the oldest of the {self._keep_last} protected "
+            "checkpoints that are kept here"
+        )
+
+    def note_recoverable(self, version: ContainerVersion) -> None:
+        """A lookup found this container to be recoverable: it is kept until a newer lookup finds another."""
+        self._recoverable[version.container.job] = version
+
+    def note_retrieved(self, version: ContainerVersion) -> None:
+        """A trainer brings this container here to load it: keep it until a later epoch's container is protected."""
+        self._retrieved[version.container.job] = version
+
+    def _views(self, job: str) -> list[RetentionView]:
+        versions = self._store.versions(job)
+        protected = [version for version in versions if self._is_protected(version)]
+        newest_epoch = max((version.epoch for version in protected), default=0)
+        retrieved = self._retrieved.get(job)
+        views = []
+        for version in versions:
+            manifest = self._manifests.get(version)
+            is_protected = version in protected
+            views.append(
+                RetentionView(
+                    version,
+                    committed=manifest is not None,
+                    is_protected=is_protected,
+                    complete_locally=manifest is not None and is_protected and self._is_complete(manifest),
+                    recoverable=self._recoverable.get(job) == version,
+                    pinned=version == retrieved and version.epoch >= newest_epoch,
+                )
+            )
+        return views
+
+    def _is_complete(self, manifest: Manifest) -> bool:
+        """Whether this node has everything of the container that placement gives it."""
+        job = manifest.version.container.job
+        members = [node.node_id for node in self._jobs.members(job)]
+        replicas = self._jobs.replicas(job)
+        owners = {entry.owner_node_id for entry in manifest.entries}
+        mine = {
+            owner
+            for owner in owners
+            if owner == self._node_id
+            or (owner in members and self._node_id in buddies(owner, members, replicas).node_ids)
+        }
+        held = self._store.objects(manifest.version)
+        for entry in manifest.entries:
+            if entry.owner_node_id in mine:
+                info = held.get(entry.name)
+                if info is None or info.size != entry.size or info.crc32c != entry.crc32c:
+                    return False
+        return True
+
+    def _is_protected(self, version: ContainerVersion) -> bool:
+        return self._store.is_protected(version) and self._store.manifest(version) is not None
+
+    def _jobs_held(self) -> list[str]:
+        return sorted({version.container.job for version in self._store.versions()})
+
+    def _drop(self, drop: Drop) -> int:
+        """Drop one container; the bytes of its objects."""
+        self._dropped[drop.version] = drop.reason
+        while len(self._dropped) > MAX_REMEMBERED:
+            self._dropped.popitem(last=False)
+        size = sum(info.size for info in self._store.objects(drop.version).values())
+        try:
+            self._store.drop(drop.version)
+        except NotFoundError:
+            return 0
+        self._counters.add("containers_dropped")
+        log.info("container dropped", extra=fields(drop.version, reason=drop.reason, bytes=size))
+        return size

@@ -1,0 +1,244 @@
+"""What other agents ask of this one. Everything they send is validated before anything acts on it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from replicator.agent.link import MEANT_FOR_KEY, NOT_ME_KEY
+from replicator.agent.rpc import deadline_s, handler
+from replicator.errors import (
+    InvalidIdError,
+    NotFoundError,
+    ObjectNotFoundError,
+    PeerUnavailableError,
+    ReplicatorError,
+)
+from replicator.ids import NodeAddress
+from replicator.v1 import peer_pb2, peer_pb2_grpc, types_pb2
+from replicator.version import version as own_version
+from replicator.wire import (
+    KIND_KEY,
+    Sender,
+    held_from_pb,
+    identity_to_pb,
+    info_from_pb,
+    info_to_pb,
+    inventory_to_pb,
+    join_manifest,
+    manifest_chunks,
+    node_address_from_pb,
+    node_address_to_pb,
+    object_from_pb,
+    object_to_pb,
+    offer_failure,
+    sender_from_pb,
+    short_message,
+    validate_address,
+    version_from_pb,
+)
+
+if TYPE_CHECKING:
+    from replicator.agent.core import AgentCore
+    from replicator.agent.puller import Taking
+
+Context = grpc.aio.ServicerContext[Any, Any]
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+MAX_OFFERED = 1024
+MAX_CLAIMS = 64
+_PROGRESS_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+def _served(
+    method: Callable[[Any, RequestT, Context], Awaitable[ReplyT]],
+) -> Callable[[Any, RequestT, Context], Awaitable[ReplyT]]:
+    """A `handler` that refuses calls meant for another process, which was greeted at this address before."""
+    inner = handler(method)
+
+    @functools.wraps(method)
+    async def served(self: Any, request: RequestT, context: Context) -> ReplyT:
+        identity = str(self.core.identity)
+        for key, value in context.invocation_metadata() or ():
+            if key == MEANT_FOR_KEY and value != identity:
+                message = f"expected {value}, found {identity} at this address; say Hello again"
+                trailing = ((KIND_KEY, PeerUnavailableError.__name__), (NOT_ME_KEY, "1"))
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, short_message(message), trailing)
+        return await inner(self, request, context)
+
+    return served
+
+
+class PeerService(peer_pb2_grpc.PeerServiceServicer):
+    """PeerService of one agent."""
+
+    def __init__(self, core: AgentCore) -> None:
+        self.core = core
+        self._claims: set[asyncio.Task[None]] = set()
+
+    @_served
+    async def Hello(self, request: peer_pb2.HelloRequest, context: Context) -> peer_pb2.HelloReply:
+        """Who this is, where its bulk lane is, and what it knows of the sender's job."""
+        core = self.core
+        sender = sender_from_pb(request.sender)
+        if sender.job and request.grpc_address:
+            self._look_at(sender, validate_address(request.grpc_address))
+        members = core.jobs.everyone(sender.job) if sender.job else ()
+        return peer_pb2.HelloReply(
+            node=identity_to_pb(core.identity),
+            bulk_address=core.bulk_address,
+            version=own_version(),
+            highest_epoch=core.jobs.epoch(sender.job) if sender.job else 0,
+            known_members=[node_address_to_pb(node) for node in members],
+        )
+
+    @_served
+    async def Offer(self, request: peer_pb2.OfferRequest, context: Context) -> None:
+        """Pull, verify and seal what is offered; one outcome per object, progress in between."""
+        core = self.core
+        sender = self._require_job(request.sender)
+        source = node_address_from_pb(request.source)
+        limit = deadline_s(request.deadline_ms, core.config.deadline_s)
+        if len(request.objects) > MAX_OFFERED:
+            raise InvalidIdError(f"expected at most {MAX_OFFERED} objects in one offer, found {len(request.objects)}")
+        core.counters.add("offers_received")
+        takings: dict[asyncio.Task[Any], tuple[types_pb2.ObjectRef, Taking]] = {}
+        for descriptor in request.objects:
+            try:
+                info = info_from_pb(descriptor)
+                if info.object.version.container.job != sender.job:
+                    raise InvalidIdError(f"{info.object} is not of job {sender.job}, in whose name it is offered")
+                taking = core.puller.take(info, source, limit)
+            except ReplicatorError as error:
+                await context.write(peer_pb2.OfferEvent(object=descriptor.object, failed=offer_failure(error)))
+                continue
+            takings[taking.task] = (descriptor.object, taking)
+        await self._tell_outcomes(takings, context, min(_PROGRESS_S, limit / 4))
+
+    @_served
+    async def OpenObject(self, request: peer_pb2.OpenObjectRequest, context: Context) -> peer_pb2.OpenObjectReply:
+        """Describe a held object, with a ticket for the bulk lane when asked for."""
+        core = self.core
+        one = object_from_pb(request.object)
+        self._check_if_given(request.sender)
+        info = core.store.get(one)
+        if info is None:
+            raise ObjectNotFoundError(f"{one} is not held by node {core.identity.node_id} (any more)")
+        reply = peer_pb2.OpenObjectReply(descriptor=info_to_pb(info))
+        if request.want_ticket and core.bulk is not None:
+            ticket, ttl_s = core.tickets.issue(one)
+            reply.ticket, reply.ticket_ttl_ms, reply.bulk_address = ticket, int(ttl_s * 1000), core.bulk_address
+        return reply
+
+    @_served
+    async def PutManifest(
+        self, request: AsyncIterator[types_pb2.ManifestChunk], context: Context
+    ) -> peer_pb2.PutManifestReply:
+        """Store a manifest."""
+        sender, stated_crc, data = await join_manifest(request)
+        await self.core.committer.store_manifest(data, stated_crc, sender)
+        return peer_pb2.PutManifestReply(node=identity_to_pb(self.core.identity))
+
+    @_served
+    async def GetManifest(self, request: peer_pb2.GetManifestRequest, context: Context) -> None:
+        """The stored manifest, in pieces."""
+        version = version_from_pb(request.container)
+        self._check_if_given(request.sender)
+        found = await asyncio.to_thread(self.core.manifests.data, version)
+        if found is None:
+            raise NotFoundError(f"no manifest of {version} is stored on node {self.core.identity.node_id}")
+        for chunk in manifest_chunks(*found, Sender(self.core.identity, version.container.job)):
+            await context.write(chunk)
+
+    @_served
+    async def Inventory(self, request: peer_pb2.InventoryRequest, context: Context) -> None:
+        """What this node holds."""
+        sender = self._check_if_given(request.sender)
+        step = request.step if request.has_step else None
+        node = identity_to_pb(self.core.identity)
+        for container in self.core.lookup.local(sender.job, step):
+            for message in inventory_to_pb(container):
+                await context.write(peer_pb2.InventoryReply(node=node, container=message))
+
+    @_served
+    async def ReportReplicated(
+        self, request: peer_pb2.ReportReplicatedRequest, context: Context
+    ) -> peer_pb2.ReportReplicatedReply:
+        """An owner's objects have all their copies."""
+        version = version_from_pb(request.container)
+        sender = self._require_job(request.sender)
+        held = [held_from_pb(one) for one in request.objects]
+        self.core.committer.owner_reported(version, sender.node.node_id, held)
+        return peer_pb2.ReportReplicatedReply()
+
+    @_served
+    async def MarkProtected(
+        self, request: peer_pb2.MarkProtectedRequest, context: Context
+    ) -> peer_pb2.MarkProtectedReply:
+        """A container is protected."""
+        version = version_from_pb(request.container)
+        await self.core.committer.mark_protected(version, self._require_job(request.sender))
+        return peer_pb2.MarkProtectedReply()
+
+    # -- parts
+
+    async def _tell_outcomes(
+        self, takings: dict[asyncio.Task[Any], tuple[types_pb2.ObjectRef, Taking]], context: Context, tick_s: float
+    ) -> None:
+        told: dict[asyncio.Task[Any], int] = {}
+        while takings:
+            done, _ = await asyncio.wait(takings, timeout=tick_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                ref, taking = takings.pop(task)
+                await context.write(_outcome(ref, taking))
+            if done:
+                continue
+            for task, (ref, taking) in takings.items():
+                # An object that waits for its turn is not stuck, and its owner is told so with the same number.
+                if taking.waiting or taking.bytes_done != told.get(task):
+                    told[task] = taking.bytes_done
+                    await context.write(peer_pb2.OfferEvent(object=ref, progress_bytes=taking.bytes_done))
+
+    def _require_job(self, message: types_pb2.Sender) -> Sender:
+        """The sender, who speaks for a running incarnation of a job that is not superseded."""
+        sender = sender_from_pb(message)
+        self.core.jobs.check(sender.job, sender.epoch)
+        return sender
+
+    def _check_if_given(self, message: types_pb2.Sender) -> Sender:
+        """The sender, who may be an observer (epoch 0)."""
+        sender = sender_from_pb(message)
+        if sender.epoch:
+            self.core.jobs.check(sender.job, sender.epoch)
+        return sender
+
+    def _look_at(self, sender: Sender, address: str) -> None:
+        """The sender says where it is reached now."""
+        if len(self._claims) >= MAX_CLAIMS:
+            return
+        claimed = NodeAddress(sender.node, address)
+        task = asyncio.get_running_loop().create_task(self.core.peers.verify_claim(sender.job, claimed))
+        self._claims.add(task)
+        task.add_done_callback(self._claims.discard)
+
+
+def _outcome(ref: types_pb2.ObjectRef, taking: Taking) -> peer_pb2.OfferEvent:
+    """The last event of an object."""
+    task = taking.task
+    if task.cancelled():
+        error: BaseException | None = PeerUnavailableError("the buddy's agent is stopping")
+    else:
+        error = task.exception()
+    if error is not None:
+        return peer_pb2.OfferEvent(object=ref, failed=offer_failure(error))
+    taken = task.result()
+    return peer_pb2.OfferEvent(object=object_to_pb(taken.info.object), sealed=info_to_pb(taken.info), lane=taken.lane)
