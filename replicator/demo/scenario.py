@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from replicator.admin.connection import AdminClient, resolve_target
+from replicator.client.launch import find_agent
 from replicator.demo.cluster import JOB, Cluster, DemoError, Node
 from replicator.demo.events import Event, Inbox
 from replicator.demo.facts import Facts, differing_losses, mean_loss, pulled
@@ -167,6 +168,9 @@ class Scenario:
         result.lanes = sorted({item["lane"] for item in items if item["lane"]})
         result.recovery_seconds = round(max(event.fields["seconds"] for event in recovery), 3)
         result.epochs = sorted({event.fields["epoch"] for event in self._facts.started})
+        for node in self._cluster.alive:
+            if find_agent(node.root) != node.record:
+                result.problems.append(f"the agent of {node.name} is another one than before the loss")
         from_survivors = bool(items) and set(result.source_nodes) <= set(result.survivors)
         result.source = "peers" if from_survivors else "local" if not items else "other"
 
