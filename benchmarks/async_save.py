@@ -15,7 +15,13 @@ def measure_async_save(settings: Settings) -> list[Result]:
         contenders += [
             Single("one copy of the state", "checkpointing:CopyRole", size=size),
             Trainer("our async_save", "checkpointing:AsyncRole", settings, size=size, replicas=0),
+            Single(
+                "async_save with FileSystemWriter", "peers.stock:AsyncRole", directory=settings.directory, size=size
+            ),
         ]
         series = measure(contenders, settings)
-    copy, own = (series[contender.name] for contender in contenders)
-    return [time_result("async_blocking", "blocking time of dcp.async_save", size, own, copy, bar=ratio_at_most(1.1))]
+    copy, own, stock = (series[contender.name] for contender in contenders)
+    return [
+        time_result("async_blocking", "blocking time of dcp.async_save", size, own, copy, bar=ratio_at_most(1.1)),
+        time_result("async_vs_dcp", "the same against stock DCP", size, own, stock),
+    ]

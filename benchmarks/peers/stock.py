@@ -57,6 +57,31 @@ class SaveRole(Role):
         shutil.rmtree(self._root, ignore_errors=True)
 
 
+class AsyncRole(SaveRole):
+    """In a process of its own: a trainer that saves asynchronously, as PyTorch does by default."""
+
+    _pending: Any = None
+
+    def prepare(self) -> None:
+        """Wait for the save before, then remove the oldest."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        super().prepare()
+
+    def run(self) -> float:
+        """Seconds until the call returned."""
+        self._step += 1
+        writer = filesystem.FileSystemWriter(self._root / str(self._step))
+        start = time.perf_counter()
+        self._pending = state_dict_saver.async_save(self._state, storage_writer=writer, no_dist=True)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self.prepare()
+        super().close()
+
+
 class LoadRole(Role):
     """In a process of its own: a trainer that loads the mixed state, saved once before."""
 
