@@ -161,7 +161,7 @@ class _Round:
         of = self._of
         self._answers[of._address.node_id] = NodeInventory(of._address, of.local(self._job, self._step))
         answers_end = self._end - self._deadline_s * _MANIFEST_SHARE
-        pending = self._ask([*self._known(), *of._config.peers], answers_end)
+        pending = self._ask([*self._known(), *of._peers.configured], answers_end)
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

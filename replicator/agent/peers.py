@@ -17,6 +17,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from replicator.agent.counters import Counters
+from replicator.agent.discovery import Discovery
 from replicator.agent.jobs import EpochAnswer, Jobs
 from replicator.agent.link import Link, LinkBrokenError
 from replicator.config import AgentConfig
@@ -60,6 +61,7 @@ class PeerDirectory:
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
         self.on_replaced: list[ReplacedCallback] = []
+        self.discovery = Discovery(config.peers)
 
     @property
     def sender(self) -> Sender:
@@ -86,6 +88,11 @@ class PeerDirectory:
             with contextlib.suppress(InvalidIdError):
                 members.append(node_address_from_pb(message))
         return EpochAnswer(NodeAddress(identity_from_pb(reply.node), address), reply.highest_epoch, tuple(members))
+
+    @property
+    def configured(self) -> tuple[str, ...]:
+        """The addresses of the configured peers, names that stand for many nodes replaced by those; not this agent's."""
+        return tuple(one for one in self.discovery.addresses if one != self._address.grpc_address)
 
     def resolve(self, job: str, node_id: str) -> NodeAddress:
         """Where the node was last known to be: a member, a remembered node, or one met through its address.
@@ -118,7 +125,7 @@ class PeerDirectory:
             nodes.setdefault(node.node_id, node)
         nodes.pop(self._address.node_id, None)
         addresses = {node.grpc_address for node in nodes.values()} | {self._address.grpc_address}
-        return (*sorted(nodes.values()), *(peer for peer in self._config.peers if peer not in addresses))
+        return (*sorted(nodes.values()), *(peer for peer in self.configured if peer not in addresses))
 
     async def bulk_address(self, node: NodeAddress | str) -> str:
         """Where the node serves the bulk lane, as it said in its Hello; empty when it does not. Raises like `unary`."""
