@@ -130,13 +130,23 @@ class ClientRegistry:
         """Whether the client counts as alive: seen, and not yet found dead."""
         return client_id in self._known
 
+    def is_attached(self, client_id: str) -> bool:
+        """Whether the client has a stream, and so is not a hung old incarnation. What is no trainer always is.
+
+        May be called in any thread.
+        """
+        return client_id in self._streams or not _CLIENT_ID.fullmatch(client_id)
+
     def idle_s(self) -> float:
         """Seconds for which no living client has been known; 0.0 while there is one."""
         return 0.0 if self._idle_since is None else self._clock() - self._idle_since
 
     def track(self, client_ids: Iterable[str]) -> None:
-        """Watch clients that were there before this agent started. Those that are dead are given up at once."""
-        for client_id in client_ids:
+        """Watch clients that were there before this agent started. Those that are dead are given up at once.
+
+        Ids that are no trainer's (earlier agents have lock files too) are passed over.
+        """
+        for client_id in filter(_CLIENT_ID.fullmatch, client_ids):
             if self._is_alive(client_id):
                 self._remember(client_id)
             else:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replicator.agent.clients import ClientRegistry
     from replicator.agent.core import AgentCore
     from replicator.agent.servers import Server
-    from replicator.store import Store
+    from replicator.store.store import Store
 
 # Of a stop: for calls under way, and after that for everything else.
 MAX_GRACE_S = 5.0
@@ -114,8 +114,8 @@ class Agent:
             StoreRootError: the root cannot be used, or another agent uses it.
             ConfigError: a port or a certificate cannot be used.
         """
-        from replicator.store import Store
         from replicator.store.paths import open_root
+        from replicator.store.store import Store
 
         began = time.monotonic()
         paths = open_root(config.root, create=True)
@@ -158,6 +158,7 @@ class Agent:
         paths = self.store.paths
         self.clients = ClientRegistry(lambda client_id: is_client_alive(paths, client_id), self.store.client_gone)
         self.clients.track(paths.client_ids())
+        self.store.is_attached = self.clients.is_attached
         self.socket = socket_path(root)
         self._undo.callback(withdraw, root, self.socket)
         local_server = Server(LOCAL_SERVICES)

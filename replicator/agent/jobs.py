@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from replicator.decide.placement import Buddies, buddies
-from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError
+from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError, StoreFullError
 from replicator.ids import (
     MAX_ATTEMPT,
     MAX_EPOCH,
@@ -26,7 +26,7 @@ from replicator.ids import (
     split_generation,
     validate_job,
 )
-from replicator.store import JobState
+from replicator.store.records import JobState
 
 MAX_JOBS = 1024
 MAX_MEMBERS = 4096
@@ -78,12 +78,11 @@ class Jobs:
         self._replicas = replicas
         self._states: dict[str, JobState] = {}
         self._attempts: dict[str, tuple[int, int]] = {}
-        self._joined: dict[str, int] = {}
         self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         for job in store.jobs():
             state = store.job_state(job)
             if state is not None:
-                self._states[job] = state
+                self._states[job] = dataclasses.replace(state, members=self._with_me(state.members))
 
     def names(self) -> tuple[str, ...]:
         """All jobs with a known epoch, sorted."""
@@ -188,7 +187,7 @@ class Jobs:
             raise ConfigError(f"replicas: expected 0 or more, found {replicas}")
         self.check(job, epoch)
         state = self._state(job)
-        if self._joined.get(job) == epoch:
+        if state.members_epoch == epoch:
             before, now = ({node.node_id for node in nodes} for nodes in (state.members, joining))
             if before != now:
                 raise StaleEpochError(
@@ -196,13 +195,14 @@ class Jobs:
                     f"{_listed(now)}: two incarnations hold one epoch; let rank 0 of the one that is to run open the "
                     "job again"
                 )
-        remembered = _without(_merged(state.members, state.remembered), joining)
-        self._put(
-            dataclasses.replace(
-                state, members=joining, remembered=remembered[:MAX_REMEMBERED], replicas=replicas, epoch=epoch
-            )
+            # Known since the epoch began; addresses that changed meanwhile were learned first hand.
+            joining = self._with_me(state.members)
+        remembered = _without(_merged(state.members, state.remembered), joining)[:MAX_REMEMBERED]
+        joined = dataclasses.replace(
+            state, members=joining, members_epoch=epoch, remembered=remembered, replicas=replicas
         )
-        self._joined[job] = epoch
+        if joined != state:
+            self._put(joined)
         return self.buddies(job)
 
     def learn(self, job: str, nodes: Iterable[NodeAddress], *, first_hand: bool = False) -> None:
@@ -265,7 +265,11 @@ class Jobs:
             )
         if len(by_id) > MAX_MEMBERS:
             raise ConfigError(f"job {job}: expected at most {MAX_MEMBERS} member nodes, found {len(by_id)}")
-        return tuple(sorted(by_id.values()))
+        return self._with_me(tuple(sorted(by_id.values())))
+
+    def _with_me(self, nodes: tuple[NodeAddress, ...]) -> tuple[NodeAddress, ...]:
+        """The nodes, this one as it is reached now."""
+        return tuple(self._address if node.node_id == self._address.node_id else node for node in nodes)
 
     def _state(self, job: str) -> JobState:
         return self._states.get(job) or JobState(job=job, epoch=0, members=(), replicas=self._replicas)
@@ -273,7 +277,12 @@ class Jobs:
     def _put(self, state: JobState) -> None:
         if state.job not in self._states and len(self._states) >= MAX_JOBS:
             raise StoreError(f"expected at most {MAX_JOBS} jobs on one node, found one more: {state.job}")
-        self._store.put_job_state(state)
+        try:
+            self._store.put_job_state(state)
+        except OSError as error:
+            raise StoreFullError(
+                f"job {state.job}: its state cannot be written in the store's root: {error.strerror}; make room there"
+            ) from None
         self._states[state.job] = state
 
 

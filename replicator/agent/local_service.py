@@ -27,7 +27,7 @@ from replicator.v1 import local_pb2, local_pb2_grpc
 from replicator.version import version
 
 if TYPE_CHECKING:
-    from replicator.store.store import Reservation
+    from replicator.store.pool import Reservation
     from replicator.v1 import types_pb2
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,7 +69,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         members = [wire.node_address_from_pb(member) for member in request.members]
         limit = deadline_s(request.deadline_ms, self._core.config.lookup_deadline_s)
         epoch = await self._core.jobs.open_job(
-            request.job, members, self._core.config.peers, self._core.peers.ask_epoch, limit
+            request.job, members, self._core.peers.configured, self._core.peers.ask_epoch, limit
         )
         return local_pb2.OpenJobReply(epoch=epoch)
 
@@ -132,7 +132,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
             self._core.counters.add("objects_sealed")
             self._core.counters.add("bytes_sealed", info.size)
             log.debug("object sealed", extra=logs.fields(one, bytes=info.size))
-        elif (held.size, held.crc32c, held.block_crcs) != (info.size, info.crc32c, info.block_crcs):
+        elif not held.same_content(info):
             raise ObjectExistsError(
                 f"{one} is sealed with {held.size} bytes of crc32c {held.crc32c:08x}; found another seal with "
                 f"{info.size} bytes of {info.crc32c:08x}. Begin a new attempt to save the step again"
@@ -273,6 +273,6 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
     async def _configured_members(self, job: str) -> list[NodeAddress]:
         limit = self._core.config.lookup_deadline_s
         answers = await asyncio.gather(
-            *(self._core.peers.ask_epoch(job, address, None, limit) for address in self._core.config.peers)
+            *(self._core.peers.ask_epoch(job, address, None, limit) for address in self._core.peers.configured)
         )
         return [self._core.address, *(answer.node for answer in answers)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from replicator.errors import StoreRootError
 from replicator.rpc_options import UNIX_PATH_MAX
+from replicator.store.paths import write_atomic
 
 RECORD = "agent.json"
 SOCKET = "agent.sock"
@@ -39,13 +40,10 @@ def publish(root: Path, record: Published) -> None:
     Raises:
         StoreRootError: it cannot be written.
     """
-    temporary = root / f".{RECORD}.{record.pid}"
+    text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
     try:
-        temporary.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-        temporary.replace(root / RECORD)
+        write_atomic(root / RECORD, text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise StoreRootError(f"cannot write {root / RECORD}: {error.strerror}; make room there") from None
 
 

@@ -28,7 +28,7 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin
         bulk_address=core.bulk_address,
         version=version(),
         root=str(core.store.paths.root),
-        filesystem=filesystem_of(str(core.store.paths.root)),
+        filesystem=core.store.paths.filesystem,
         uptime_ms=int((time.monotonic() - started) * 1000),
         budget_bytes=usage.budget_bytes,
         sealed_bytes=usage.sealed_bytes,
@@ -41,22 +41,6 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin
         jobs=[_job_status(core, job) for job in core.jobs.names()],
         counters=core.counters.snapshot(),
     )
-
-
-def filesystem_of(path: str) -> str:
-    """The type of the file system that has `path`, as in /proc/mounts; empty when it cannot be told."""
-    best, kind = "", ""
-    try:
-        with open("/proc/self/mounts") as mounts:
-            for line in mounts:
-                _, point, found, *_ = line.split(" ")
-                point = point.replace("\\040", " ")
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):
-                    best, kind = point, found
-    except (OSError, ValueError):
-        return ""
-    return kind
 
 
 def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:
