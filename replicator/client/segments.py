@@ -1,15 +1,16 @@
-"""Objects that this process writes: into memory that the agent reserved, or, without an agent, into its own."""
+"""Objects that this process writes: into memory that the agent reserved or, without an agent, into its own."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from replicator.client import fork
 from replicator.client.local_agent import LocalAgent
-from replicator.errors import AgentUnavailableError, ReplicatorError, SegmentError
+from replicator.errors import AgentUnavailableError, SegmentError
 from replicator.ids import ObjectVersion
 from replicator.store.publish import publish
 from replicator.store.segment import MappedSegment, MappingCache, create_segment
@@ -19,8 +20,6 @@ from replicator.v1 import local_pb2
 from replicator.wire import info_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from _typeshed import ReadableBuffer
 
 logger = logging.getLogger("replicator.client")
@@ -30,14 +29,16 @@ _ALLOCATION_BYTES_PER_S = 500_000_000
 
 
 class Segments:
-    """Of one session's agent. Mappings are kept for the life of the process: writing into one again is far faster.
+    """Of one agent. Mappings are kept for the life of the process: writing into one again is far faster.
 
     Thread-safe.
     """
 
     def __init__(self, agent: LocalAgent) -> None:
-        self._agent = agent
+        self.agent = agent
         self._mappings = MappingCache(agent.paths)
+        self._lock = threading.Lock()
+        self._lone: set[str] = set()  # segments that no agent knows
         fork.register(self)
 
     def fork_parts(self) -> Iterable[object]:
@@ -51,39 +52,139 @@ class Segments:
             StoreFullError: no room, with numbers.
             StaleEpochError: a newer incarnation of the job exists.
         """
-        self._agent.check()
         return SegmentObject(self, one, size, epoch)
 
     def reserve(self, one: ObjectVersion, capacity: int, epoch: int) -> MappedSegment:
-        """Memory of at least `capacity` bytes."""
+        """Memory of at least `capacity` bytes. Raises like `create`."""
         request = local_pb2.ReserveRequest(
-            client_id=self._agent.client_id, capacity_bytes=capacity, job=one.version.container.job, epoch=epoch
+            client_id=self.agent.client_id, capacity_bytes=capacity, job=one.version.container.job, epoch=epoch
         )
-        deadline_s = self._agent.call_deadline_s + capacity / _ALLOCATION_BYTES_PER_S
+        deadline_s = self.agent.call_deadline_s + capacity / _ALLOCATION_BYTES_PER_S
         try:
-            reply = self._agent.call("Reserve", request, local_pb2.ReserveReply, deadline_s)
-            return self._mappings.get(reply.segment, reply.inode, reply.capacity_bytes)
+            reply = self.agent.call("Reserve", request, local_pb2.ReserveReply, deadline_s)
+            return self.map(reply.segment, reply.inode, reply.capacity_bytes)
         except AgentUnavailableError as error:
             logger.warning("%s is written without the agent: %s", one, error)
-        name, inode = create_segment(self._agent.paths, capacity)
+        name, inode = create_segment(self.agent.paths, self.agent.client_id, capacity)
+        with self._lock:
+            self._lone.add(name)
+        return self.map(name, inode, capacity)
+
+    def map(self, name: str, inode: int, capacity: int) -> MappedSegment:
+        """A segment of this process, mapped."""
         return self._mappings.get(name, inode, capacity)
 
-    def give_back(self, segment: MappedSegment) -> None:
-        """Nothing of the segment is to be kept. Never raises for lack of an agent: it finds out by itself."""
-        request = local_pb2.ReleaseRequest(client_id=self._agent.client_id, segment=segment.name)
-        try:
-            self._agent.call("Release", request, local_pb2.ReleaseReply)
-        except ReplicatorError as error:
-            logger.warning("segment %s is not given back now: %s", segment.name, error)
+    def give_back(self, name: str) -> None:
+        """Nothing of the segment is kept. Without an agent, the next one is told."""
+        if self._is_lone(name):
+            self._not_lone(name)
+            self.agent.paths.segment(name).unlink(missing_ok=True)
+        else:
+            self.agent.release(name)
 
-    def seal(self, segment: MappedSegment, info: ObjectInfo) -> None:
-        """Publish the object that lies in the segment."""
-        request = local_pb2.SealRequest(
-            client_id=self._agent.client_id, segment=segment.name, descriptor=info_to_pb(info)
+    def seal(self, name: str, info: ObjectInfo) -> None:
+        """Publish the object that lies in the segment.
+
+        Raises:
+            ReplicatorError: what the agent, or the store, found wrong; the segment is still there.
+        """
+        if not self._is_lone(name):
+            request = local_pb2.SealRequest(client_id=self.agent.client_id, segment=name, descriptor=info_to_pb(info))
+            try:
+                self.agent.call("Seal", request, local_pb2.SealReply)
+                return
+            except (AgentUnavailableError, SegmentError) as error:
+                # SegmentError: an agent that was restarted meanwhile may not know the segment.
+                logger.warning("%s is sealed without the agent: %s", info.object, error)
+        publish(self.agent.paths, name, info)
+        self._not_lone(name)
+        self.agent.adopt_later(info.object)
+
+    def _is_lone(self, name: str) -> bool:
+        with self._lock:
+            return name in self._lone
+
+    def _not_lone(self, name: str) -> None:
+        with self._lock:
+            self._lone.discard(name)
+
+
+class SegmentObject:
+    """One object being written; a file to write to, not thread-safe. Use it in a `with` block.
+
+    At the end of the block it is sealed; when the block raises, nothing of it stays.
+    """
+
+    def __init__(self, segments: Segments, one: ObjectVersion, size: int, epoch: int) -> None:
+        agent = segments.agent
+        agent.check()
+        self.object = one
+        self._segments = segments
+        self._sealed: ObjectInfo | None = None
+        self._abandoned = False
+        self._writer = ObjectWriter(
+            segments.reserve(one, capacity_for(size), epoch),
+            one,
+            agent.node.node_id,
+            agent.client_id,
+            grow=lambda capacity: segments.reserve(one, capacity, epoch),
+            retire=lambda outgrown: segments.give_back(outgrown.name),
         )
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Append; the number of bytes. Raises StoreFullError, SegmentError after the end."""
+        self._segments.agent.check()
+        return self._writer.write(data)
+
+    def next_buffer_slice(self, size: int) -> memoryview:
+        """The next `size` bytes of the object, for the caller to fill before the next call. Raises like `write`."""
+        self._segments.agent.check()
+        return self._writer.next_buffer_slice(size)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._writer.tell()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    @property
+    def info(self) -> ObjectInfo:
+        """What was sealed. Raises SegmentError before that."""
+        if self._sealed is None:
+            raise SegmentError(f"{self.object} is not sealed")
+        return self._sealed
+
+    def seal(self) -> ObjectInfo:
+        """End, and make the object visible under its name. Idempotent.
+
+        Raises:
+            ObjectExistsError: the name is taken by other content.
+            StaleEpochError: a newer incarnation of the job exists.
+        """
+        if self._sealed is None:
+            self._segments.agent.check()
+            info = self._writer.close()
+            self._segments.seal(self._writer.mapped.name, info)
+            self._sealed = info
+        return self._sealed
+
+    def abandon(self) -> None:
+        """End without an object. Idempotent; does nothing after `seal`."""
+        if self._sealed is None and not self._abandoned:
+            self._abandoned = True
+            self._writer.abort()
+            self._segments.give_back(self._writer.mapped.name)
+
+    def __enter__(self) -> SegmentObject:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            self.abandon()
+            return
         try:
-            self._agent.call("Seal", request, local_pb2.SealReply)
-        except AgentUnavailableError as error:
-            logger.warning("%s is sealed without the agent: %s", info.object, error)
-            publish(self._agent.paths, segment.name, info)
-            self._agent.adopt_later(info.object)
+            self.seal()
+        except BaseException:
+            self.abandon()
+            raise

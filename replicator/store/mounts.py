@@ -1,0 +1,73 @@
+"""What the machine gives a store: the file system under its root, and the memory that its cgroup may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+BUDGET_FRACTION = 0.9
+# cgroup v1 says "unlimited" with a number near 2^63.
+_UNLIMITED = 1 << 60
+
+
+def filesystem_of(path: Path) -> str:
+    """Type of the file system that `path` is on, for instance `tmpfs`; `unknown` when the kernel does not say."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == wanted:
+                return after.split()[0]
+    except (OSError, IndexError):
+        return "unknown"
+    return "unknown"
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written to the file system of `path`."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def cgroup_limit() -> int | None:
+    """Bytes of memory that this process's cgroup may use (v1 or v2, the lowest on the way up); None: no limit."""
+    limits = [limit for limit in map(_read_limit, _limit_files()) if limit is not None]
+    return min(limits, default=None)
+
+
+def _limit_files() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        here = top / path.lstrip("/")
+        files += [directory / name for directory in (here, *here.parents) if directory.is_relative_to(top)]
+    return files
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+        limit = int(text)
+    except (OSError, ValueError):
+        return None
+    return limit if limit < _UNLIMITED else None
+
+
+def default_budget(path: Path, already_used: int) -> int:
+    """90% of what the file system and the cgroup leave for the store, what it uses already included. Bytes."""
+    limits = [free_bytes(path) + already_used]
+    limit = cgroup_limit()
+    if limit is not None:
+        limits.append(limit)
+    return int(BUDGET_FRACTION * min(limits))

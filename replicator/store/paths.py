@@ -1,0 +1,245 @@
+"""Where everything of a store lies under its root, and opening a root.
+
+Ids arrive here as validated types and leave as paths; no other module builds a path of the store. All
+directories have mode 0700, all files 0600.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicator.errors import StoreRootError
+from replicator.ids import (
+    CheckpointContainerId,
+    ContainerVersion,
+    ObjectVersion,
+    parse_step_name,
+    validate_job,
+    validate_object_name,
+)
+from replicator.store.mounts import filesystem_of
+
+FORMAT_VERSION = 1
+CLIENT_ID = re.compile(r"(?:agent-)?[0-9a-f]{1,64}")
+TEMPORARY = ".tmp-"
+_DIRECTORIES = ("segments", "objects", "manifests", "jobs", "clients", "quarantine")
+_GENERATION = re.compile(r"[0-9a-f]{16}")
+
+
+def quote_name(name: str) -> str:
+    """The file name of an object name: one file name also for names with several parts."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+def unquote_name(text: str) -> str:
+    return text.replace("%2F", "/").replace("%25", "%")
+
+
+@dataclass(frozen=True, slots=True)
+class StorePaths:
+    """The layout of one store. `warning` is a sentence about a root that works, but not well; else empty."""
+
+    root: Path
+    store_id: str
+    filesystem: str
+    warning: str
+
+    @property
+    def segments(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def objects(self) -> Path:
+        return self.root / "objects"
+
+    @property
+    def manifests(self) -> Path:
+        return self.root / "manifests"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def clients(self) -> Path:
+        return self.root / "clients"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def agent_lock(self) -> Path:
+        return self.root / "agent.lock"
+
+    def segment(self, name: str) -> Path:
+        return self.segments / SegmentName.parse(name).text
+
+    def objects_of(self, version: ContainerVersion) -> Path:
+        return self.objects / _version_path(version)
+
+    def object(self, one: ObjectVersion) -> Path:
+        return self.objects_of(one.version) / quote_name(one.name)
+
+    def manifest_of(self, version: ContainerVersion) -> Path:
+        """The directory of a version's manifest and mark."""
+        return self.manifests / _version_path(version)
+
+    def job(self, job: str) -> Path:
+        return self.jobs / f"{validate_job(job)}.json"
+
+    def client(self, client_id: str) -> Path:
+        return self.clients / check_client_id(client_id)
+
+    def client_ids(self) -> list[str]:
+        """Of all lock files, of living and dead clients."""
+        return sorted(entry.name for entry in os.scandir(self.clients) if CLIENT_ID.fullmatch(entry.name))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """File name in segments/: `w.` being written, or `f.` free, then the client that writes it, and a serial."""
+
+    free: bool
+    client_id: str
+    serial: str
+
+    @classmethod
+    def parse(cls, text: str) -> SegmentName:
+        """Raises StoreRootError for a name that is not one."""
+        state, _, rest = text.partition(".")
+        client_id, _, serial = rest.partition(".")
+        if state not in ("w", "f") or not CLIENT_ID.fullmatch(client_id) or not _GENERATION.fullmatch(serial):
+            raise StoreRootError(f"expected a segment name like w.<client>.<16 hex digits>, found {text[:200]!r}")
+        return cls(state == "f", client_id, serial)
+
+    @classmethod
+    def new(cls, client_id: str, free: bool = False) -> SegmentName:
+        return cls(free, check_client_id(client_id), secrets.token_hex(8))
+
+    @property
+    def text(self) -> str:
+        return f"{'f' if self.free else 'w'}.{self.client_id}.{self.serial}"
+
+
+def check_client_id(client_id: str) -> str:
+    """Raises StoreRootError for what is not a client id."""
+    if not CLIENT_ID.fullmatch(client_id):
+        raise StoreRootError(f"expected a client id of hex digits, found {client_id[:80]!r}")
+    return client_id
+
+
+def _version_path(version: ContainerVersion) -> str:
+    return f"{version.container.job}/{version.container.step_name}/{version.generation:016x}"
+
+
+def walk_versions(top: Path) -> Iterator[tuple[ContainerVersion | None, Path]]:
+    """All (version, directory) under objects/ or manifests/; version None for what does not belong there."""
+    for job in _entries(top):
+        for step in _entries(job):
+            for generation in _entries(step):
+                yield _version_of(job.name, step.name, generation.name), generation
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except (NotADirectoryError, FileNotFoundError):
+        return []
+
+
+def _version_of(job: str, step: str, generation: str) -> ContainerVersion | None:
+    try:
+        if not _GENERATION.fullmatch(generation):
+            return None
+        container = CheckpointContainerId(job, parse_step_name(step))
+        if container.step_name != step:
+            return None
+        return ContainerVersion(container, int(generation, 16))
+    except ValueError:
+        return None
+
+
+def object_of_file(version: ContainerVersion, file_name: str) -> ObjectVersion | None:
+    """The object that a file in a version's directory must be; None when its name cannot be one."""
+    try:
+        name = validate_object_name(unquote_name(file_name))
+    except ValueError:
+        return None
+    return ObjectVersion(version, name) if quote_name(name) == file_name else None
+
+
+def open_root(root: str | Path, create: bool) -> StorePaths:
+    """Check (with `create`: also make) the directory of a store.
+
+    A root that is not on a tmpfs is allowed, with a warning in the result.
+
+    Raises:
+        StoreRootError: missing, not a directory, not writable, or of another format.
+    """
+    path = Path(root).absolute()
+    marker = path / "store.json"
+    try:
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_dir():
+            what = "it is not a directory" if path.exists() else "it does not exist"
+            raise StoreRootError(f"cannot use {path} as a store: {what}; start the agent with --root on a tmpfs")
+        if create:
+            for name in _DIRECTORIES:
+                (path / name).mkdir(mode=0o700, exist_ok=True)
+            if not marker.exists():
+                write_atomic(marker, json.dumps({"format": FORMAT_VERSION, "store_id": secrets.token_hex(16)}).encode())
+        text = marker.read_text()
+    except FileNotFoundError:
+        raise StoreRootError(
+            f"{path} is not a store: it has no store.json; start replicator-agent there first"
+        ) from None
+    except OSError as error:
+        raise StoreRootError(
+            f"cannot use {path} as a store: {error.strerror}; give a directory that this user may write, with --root"
+        ) from None
+    filesystem = filesystem_of(path)
+    return StorePaths(path, _store_id(marker, text), filesystem, _warning(path, filesystem))
+
+
+def _store_id(marker: Path, text: str) -> str:
+    try:
+        found = json.loads(text)
+        version, store_id = found["format"], found["store_id"]
+    except (ValueError, KeyError, TypeError):
+        raise StoreRootError(f"{marker} is damaged; move its directory away or choose another root") from None
+    if version != FORMAT_VERSION or not isinstance(store_id, str):
+        raise StoreRootError(
+            f"{marker} has format {version!r}, this version reads {FORMAT_VERSION}; choose another root, or the "
+            "version of Replicator that made it"
+        )
+    return store_id
+
+
+def _warning(path: Path, filesystem: str) -> str:
+    if filesystem in ("tmpfs", "ramfs", "hugetlbfs"):
+        return ""
+    return (
+        f"{path} is on {filesystem}, not on a tmpfs: checkpoints are written to a disk, slowly; "
+        "choose a root under /dev/shm, or mount a tmpfs for it"
+    )
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a small file so that a reader, also after a crash, finds the old content or the new."""
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

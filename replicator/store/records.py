@@ -1,0 +1,134 @@
+"""The small files of a store: manifests, marks of protection, and what is known of each job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicator.errors import CorruptObjectError, InvalidIdError, StoreError
+from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, validate_job
+from replicator.native import crc32c
+from replicator.store.paths import StorePaths, walk_versions, write_atomic
+
+_MANIFEST_MAGIC = b"RPLMAN\x00\x01"
+_HEAD = struct.Struct("<8sI")
+_MANIFEST = "manifest"
+_PROTECTED = "protected"
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """What a node remembers of a job over restarts of its agent.
+
+    `members` are those of `members_epoch`, the newest epoch that was joined here; `remembered` are other nodes, of
+    earlier epochs. Attempts of `epoch` up to `attempt` may have been given out.
+    """
+
+    job: str
+    epoch: int
+    members: tuple[NodeAddress, ...]
+    replicas: int
+    members_epoch: int = 0
+    remembered: tuple[NodeAddress, ...] = ()
+    attempt: int = 0
+
+
+class Records:
+    """Reads and writes the small files; each change is one rename. Not thread-safe."""
+
+    def __init__(self, paths: StorePaths) -> None:
+        self._paths = paths
+
+    def put_manifest(self, version: ContainerVersion, data: bytes, crc: int) -> None:
+        directory = self._paths.manifest_of(version)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(directory / _MANIFEST, _HEAD.pack(_MANIFEST_MAGIC, crc) + data)
+
+    def mark_protected(self, version: ContainerVersion) -> None:
+        write_atomic(self._paths.manifest_of(version) / _PROTECTED, b"")
+
+    def drop(self, version: ContainerVersion) -> None:
+        """Remove manifest and mark; the manifest first, so that no crash leaves one without its objects."""
+        directory = self._paths.manifest_of(version)
+        for name in (_MANIFEST, _PROTECTED):
+            (directory / name).unlink(missing_ok=True)
+        remove_empty(directory, self._paths.manifests)
+
+    def manifests(self) -> Iterator[tuple[ContainerVersion, bytes | None, bool]]:
+        """All (version, manifest, whether protected); None for a manifest that is damaged."""
+        for version, directory in walk_versions(self._paths.manifests):
+            if version is None or not (directory / _MANIFEST).exists():
+                continue
+            try:
+                data: bytes | None = _read_manifest(directory / _MANIFEST)
+            except CorruptObjectError:
+                data = None
+            yield version, data, (directory / _PROTECTED).exists()
+
+    def put_job(self, state: JobState) -> None:
+        content = {
+            "epoch": state.epoch,
+            "replicas": state.replicas,
+            "members": _nodes_to_json(state.members),
+            "members_epoch": state.members_epoch,
+            "remembered": _nodes_to_json(state.remembered),
+            "attempt": state.attempt,
+        }
+        text = json.dumps(content)
+        write_atomic(self._paths.job(state.job), text.encode())
+
+    def jobs(self) -> Iterator[JobState]:
+        """Raises StoreError for a damaged file: an epoch that was forgotten could let an old incarnation in."""
+        for path in sorted(self._paths.jobs.glob("*.json")):
+            yield _read_job(path)
+
+
+def _read_manifest(path: Path) -> bytes:
+    data = path.read_bytes()
+    if len(data) < _HEAD.size or data[:8] != _MANIFEST_MAGIC:
+        raise CorruptObjectError(f"{path} is not a manifest")
+    crc = _HEAD.unpack_from(data)[1]
+    if crc32c(data[_HEAD.size :]) != crc:
+        raise CorruptObjectError(f"{path} does not match its checksum")
+    return data[_HEAD.size :]
+
+
+def _read_job(path: Path) -> JobState:
+    try:
+        found = json.loads(path.read_bytes())
+        return JobState(
+            job=validate_job(path.stem),
+            epoch=int(found["epoch"]),
+            members=_nodes_from_json(found["members"]),
+            replicas=int(found["replicas"]),
+            members_epoch=int(found["members_epoch"]),
+            remembered=_nodes_from_json(found["remembered"]),
+            attempt=int(found["attempt"]),
+        )
+    except (ValueError, KeyError, TypeError, InvalidIdError) as error:
+        raise StoreError(
+            f"{path} is damaged ({error}); without it an old incarnation of the job could not be refused. Stop the "
+            "job on all nodes, then remove the file"
+        ) from None
+
+
+def _nodes_to_json(nodes: tuple[NodeAddress, ...]) -> list[list[str]]:
+    return [[node.node_id, f"{node.identity.incarnation:016x}", node.grpc_address] for node in nodes]
+
+
+def _nodes_from_json(found: list[list[str]]) -> tuple[NodeAddress, ...]:
+    return tuple(
+        NodeAddress(NodeIdentity(node_id, int(incarnation, 16)), address) for node_id, incarnation, address in found
+    )
+
+
+def remove_empty(directory: Path, top: Path) -> None:
+    """Remove a directory and its parents below `top`, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        while directory != top:
+            directory.rmdir()
+            directory = directory.parent

@@ -1,0 +1,163 @@
+"""Segments: files of the store that a process maps, writes once and keeps mapped for the next time.
+
+A page that was never touched costs far more than copying into it, and so does mapping a file anew. So segments
+are recycled by rename, and a process keeps its mapping of a segment as long as the file exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from replicator.errors import SegmentError, StoreError, StoreFullError
+from replicator.store.mounts import free_bytes
+from replicator.store.paths import SegmentName, StorePaths
+
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def create_segment(paths: StorePaths, client_id: str, capacity: int) -> tuple[str, int]:
+    """Make and allocate a segment of `capacity` bytes for a client; its (name, inode).
+
+    The memory is allocated before anybody can map it, so a full tmpfs is an error here and never a SIGBUS later.
+
+    Raises:
+        StoreFullError: the file system has not that much room.
+        StoreError: it cannot be made for another reason.
+    """
+    name = SegmentName.new(client_id).text
+    path = paths.segment(name)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"cannot make a segment in {paths.segments}: {error.strerror}") from None
+    try:
+        os.posix_fallocate(fd, 0, capacity)
+        return name, os.fstat(fd).st_ino
+    except OSError as error:
+        os.unlink(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreFullError(
+                f"no room for a segment of {capacity} bytes: the file system of {paths.root} has "
+                f"{free_bytes(paths.root)} bytes left; make it larger, keep fewer checkpoints, or remove other files"
+            ) from None
+        raise StoreError(f"cannot allocate {capacity} bytes in {paths.segments}: {error.strerror}") from None
+    finally:
+        os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Remove a segment that nobody reads and give its memory back at once, also when somebody still has it mapped.
+
+    Who writes into such a mapping all the same gets new memory that is freed with the mapping, and no signal.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        path.unlink(missing_ok=True)
+        # A file system without holes frees the memory when the last mapping goes.
+        _libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(os.fstat(fd).st_size))
+    finally:
+        os.close(fd)
+
+
+class MappedSegment:
+    """A segment mapped for writing. `view` covers all of it; forked children do not inherit the mapping."""
+
+    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
+        self.name = name
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = os.fstat(self._fd)
+            self.inode = found.st_ino
+            self.capacity = found.st_size
+            if not self.capacity:
+                raise SegmentError(f"segment {name} is empty; it was not reserved")
+            self._map = mmap.mmap(self._fd, self.capacity)
+            self._map.madvise(mmap.MADV_DONTFORK)
+            self.view = memoryview(self._map)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the file still has a name: what has none is not going to be used again."""
+        return os.fstat(self._fd).st_nlink > 0
+
+    def close(self) -> None:
+        """Unmap. While somebody still holds a part of `view`, the mapping itself stays until they let go."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            return
+
+
+class MappingCache:
+    """The segments that this process has mapped, by inode. Thread-safe."""
+
+    def __init__(self, paths: StorePaths) -> None:
+        self._paths = paths
+        self._mapped: dict[int, MappedSegment] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str, inode: int, capacity: int) -> MappedSegment:
+        """The mapping of a segment that was reserved for this process; made when there is none.
+
+        Also lets go of mappings whose files were removed.
+
+        Raises:
+            SegmentError: there is no such segment, or it is another file or smaller than `capacity` bytes.
+        """
+        with self._lock:
+            self._drop_unlinked()
+            mapped = self._mapped.get(inode)
+            if mapped is None or mapped.capacity < capacity:
+                try:
+                    mapped = MappedSegment(self._paths.segment(name), name)
+                except OSError as error:
+                    raise SegmentError(
+                        f"cannot map segment {name} in {self._paths.segments}: {error.strerror}"
+                    ) from None
+                if mapped.inode != inode or mapped.capacity < capacity:
+                    found = f"inode {mapped.inode} of {mapped.capacity} bytes"
+                    mapped.close()
+                    raise SegmentError(f"expected segment {name} with inode {inode} of {capacity} bytes, found {found}")
+                self._mapped[inode] = mapped
+            mapped.name = name
+            return mapped
+
+    def forget(self, inode: int) -> None:
+        """Unmap a segment that is not going to be used again."""
+        with self._lock:
+            mapped = self._mapped.pop(inode, None)
+            if mapped is not None:
+                mapped.close()
+
+    def mapped_bytes(self) -> int:
+        with self._lock:
+            return sum(mapped.capacity for mapped in self._mapped.values())
+
+    def _drop_unlinked(self) -> None:
+        for inode, mapped in list(self._mapped.items()):
+            if not mapped.is_linked:
+                del self._mapped[inode]
+                mapped.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for mapped in self._mapped.values():
+                mapped.close()
+            self._mapped.clear()

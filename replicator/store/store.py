@@ -1,0 +1,363 @@
+"""The store of one node, as its agent has it: index, budget, reservations, seals, drops.
+
+Thread-safe. Files are the truth and the index follows them: every change is one rename, after which a crash
+finds the new state and before which it finds the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicator.errors import CorruptObjectError, SegmentError, StoreError, StoreFullError, StoreRootError
+from replicator.ids import ContainerVersion, ObjectVersion
+from replicator.native import crc32c
+from replicator.store.client_lock import is_client_alive
+from replicator.store.index import Index
+from replicator.store.mounts import default_budget, free_bytes
+from replicator.store.paths import StorePaths, check_client_id
+from replicator.store.pool import Reservation, SegmentPool
+from replicator.store.publish import publish
+from replicator.store.reader import open_object
+from replicator.store.rebuild import RebuildReport, move_away, rebuild
+from replicator.store.records import JobState, Records, remove_empty
+from replicator.store.segment import create_segment
+from replicator.store.trailer import PAGE, ObjectInfo
+
+logger = logging.getLogger("replicator.store")
+
+_KEPT_IN_QUARANTINE = 16
+_PRESSURE_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Bytes (capacities of segments) and counts."""
+
+    budget_bytes: int
+    sealed_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    sealed_objects: int
+    quarantined_objects: int
+    quarantined_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.sealed_bytes + self.reserved_bytes + self.free_bytes + self.quarantined_bytes
+
+
+class Store:
+    """One agent's store.
+
+    Args:
+        paths: from `open_root`.
+        budget_bytes: the most that segments may take; 0: 90% of what the file system and the cgroup leave.
+
+    Attributes:
+        on_pressure: called, without a lock, with the bytes that a reservation lacks; may drop superseded
+            containers, and returns the bytes freed.
+        is_attached: whether a living client is known to work; the segments of one that is not are never recycled.
+
+    Raises:
+        StoreRootError: another agent has this root.
+    """
+
+    def __init__(self, paths: StorePaths, budget_bytes: int = 0) -> None:
+        self.paths = paths
+        self.on_pressure: Callable[[int], int] = lambda wanted: 0
+        self.is_attached: Callable[[str], bool] = lambda client_id: True
+        self._lock = threading.RLock()
+        self._agent_lock = self._take_lock()
+        self._index = Index()
+        self._records = Records(paths)
+        self._pool = self._new_pool()
+        self._jobs: dict[str, JobState] = {}
+        self._budget = budget_bytes
+        self._quarantined = 0
+        self._quarantined_bytes = 0
+        self._in_quarantine: set[str] = set()
+        self._in_flight = 0
+
+    def _new_pool(self) -> SegmentPool:
+        return SegmentPool(
+            self.paths,
+            lambda client_id: is_client_alive(self.paths, client_id),
+            lambda client_id: is_client_alive(self.paths, client_id) and self.is_attached(client_id),
+        )
+
+    def _take_lock(self) -> int:
+        try:
+            fd = os.open(self.paths.agent_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreRootError(f"cannot write in {self.paths.root}: {error.strerror}") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise StoreRootError(
+                f"another agent uses {self.paths.root}; stop it, or give this one another root with --root"
+            ) from None
+        return fd
+
+    def close(self) -> None:
+        """Let another agent have the root. Idempotent."""
+        with self._lock:
+            if self._agent_lock >= 0:
+                os.close(self._agent_lock)
+                self._agent_lock = -1
+
+    def rebuild(self) -> RebuildReport:
+        """Read the index from the files. Call it once, before anything else.
+
+        Raises:
+            StoreError: what is known of a job cannot be read.
+        """
+        with self._lock:
+            self._index = Index()
+            self._pool = self._new_pool()
+            self._jobs = {state.job: state for state in self._records.jobs()}
+            report = rebuild(self.paths, self._index, self._pool, self._records)
+            self._count_quarantine()
+            if not self._budget:
+                self._budget = default_budget(self.paths.root, self._used())
+            return report
+
+    # -- writing
+
+    def reserve(self, client_id: str, capacity: int) -> Reservation:
+        """A segment of at least `capacity` bytes for a client to map and write.
+
+        Raises:
+            StoreFullError: beyond the budget, or no room in the file system, with numbers.
+        """
+        check_client_id(client_id)
+        if capacity <= 0:
+            raise SegmentError(f"expected a capacity of 1 byte or more, found {capacity}")
+        capacity = -(-capacity // PAGE) * PAGE
+        with self._lock:
+            found = self._pool.take(client_id, capacity)
+            if found is not None:
+                return found
+        self._make_room(capacity)
+        # Allocating clears memory, which takes its time: not under the lock.
+        try:
+            return self._create(client_id, capacity)
+        except StoreFullError:
+            with self._lock:
+                gained = self._pool.trim(capacity)
+            if gained < capacity:
+                gained += self.on_pressure(capacity - gained)
+                with self._lock:
+                    self._pool.trim(capacity)
+            if not gained:
+                raise
+            return self._create(client_id, capacity)
+        finally:
+            with self._lock:
+                self._in_flight -= capacity
+
+    def _create(self, client_id: str, capacity: int) -> Reservation:
+        name, inode = create_segment(self.paths, client_id, capacity)
+        reservation = Reservation(name, inode, capacity)
+        with self._lock:
+            self._pool.add(reservation)
+        return reservation
+
+    def _make_room(self, capacity: int) -> None:
+        """Count `capacity` bytes as in flight, within the budget."""
+        for _ in range(_PRESSURE_ROUNDS):
+            with self._lock:
+                lacking = self._lacking(capacity)
+                if lacking > 0:
+                    lacking -= self._pool.trim(lacking)
+                if lacking <= 0:
+                    self._in_flight += capacity
+                    return
+            if self.on_pressure(lacking) <= 0:
+                break
+        with self._lock:
+            lacking = self._lacking(capacity)
+            if lacking > 0:
+                lacking -= self._pool.trim(lacking)
+            if lacking <= 0:
+                self._in_flight += capacity
+                return
+            usage = self.usage()
+        raise StoreFullError(
+            f"no room for {capacity} bytes: of the budget of {usage.budget_bytes} bytes, {usage.sealed_bytes} hold "
+            f"sealed objects and {usage.reserved_bytes} are being written, and nothing more may be dropped; raise "
+            f"budget_bytes ({free_bytes(self.paths.root)} bytes are free on the file system), keep fewer checkpoints, or save less"
+        )
+
+    def _lacking(self, capacity: int) -> int:
+        return self._used() + self._in_flight + capacity - self._budget
+
+    def release(self, client_id: str, segment: str) -> None:
+        """End a reservation without an object. Idempotent.
+
+        Raises:
+            SegmentError: the segment is another client's.
+        """
+        with self._lock:
+            if self._pool.reservation(client_id, segment) is not None:
+                self._pool.release(segment)
+
+    def seal(self, client_id: str, segment: str, info: ObjectInfo) -> None:
+        """Publish the object that a client wrote into its segment. Idempotent.
+
+        Raises:
+            SegmentError: no such reservation, or another client's.
+            CorruptObjectError: the trailer in the segment is not that of `info`.
+            ObjectExistsError: an object of this name and generation has other content.
+        """
+        with self._lock:
+            self._pool.reservation(client_id, segment)
+            path = publish(self.paths, segment, info)
+            self._pool.sealed(segment)
+            with open_object(self.paths, info.object) as held:
+                self._index.add(held.info, path.stat().st_size)
+
+    def adopt(self, one: ObjectVersion) -> ObjectInfo:
+        """Take an object into the index that a trainer published without the agent. Idempotent.
+
+        Raises:
+            ObjectNotFoundError, CorruptObjectError: it is not there, or not valid.
+        """
+        with self._lock, open_object(self.paths, one) as held:
+            self._index.add(held.info, os.fstat(held.fd).st_size)
+            return held.info
+
+    def client_gone(self, client_id: str) -> None:
+        """A client's process has ended: what it had reserved and not sealed is free, also what it took without us."""
+        with self._lock:
+            self._pool.client_gone(check_client_id(client_id))
+            self.paths.client(client_id).unlink(missing_ok=True)
+
+    # -- reading
+
+    def get(self, one: ObjectVersion) -> ObjectInfo | None:
+        with self._lock:
+            return self._index.get(one)
+
+    def objects(self, version: ContainerVersion) -> dict[str, ObjectInfo]:
+        """The sealed objects of a version, by name."""
+        with self._lock:
+            return self._index.objects(version)
+
+    def versions(self, job: str | None = None) -> list[ContainerVersion]:
+        """All versions of which an object or a manifest is here."""
+        with self._lock:
+            return self._index.versions(job)
+
+    def jobs(self) -> list[str]:
+        """All jobs of which anything is known."""
+        with self._lock:
+            return sorted({version.container.job for version in self._index.versions(None)} | set(self._jobs))
+
+    # -- commits and jobs
+
+    def put_manifest(self, version: ContainerVersion, data: bytes, crc: int) -> None:
+        """Store a manifest; one that is there is kept, for a commit is never changed.
+
+        Raises:
+            CorruptObjectError: its checksum is not `crc`.
+            StoreError: another manifest of this version is there.
+        """
+        if crc32c(data) != crc:
+            raise CorruptObjectError(f"the manifest of {version} does not match its checksum {crc:08x}; send it again")
+        with self._lock:
+            present = self._index.manifest(version)
+            if present is not None:
+                if present != data:
+                    raise StoreError(f"{version} is committed with another manifest; a commit is never changed")
+                return
+            self._records.put_manifest(version, data, crc)
+            self._index.set_manifest(version, data)
+
+    def manifest(self, version: ContainerVersion) -> bytes | None:
+        with self._lock:
+            return self._index.manifest(version)
+
+    def mark_protected(self, version: ContainerVersion) -> None:
+        """Raises StoreError for a version that is not committed here."""
+        with self._lock:
+            if self._index.manifest(version) is None:
+                raise StoreError(f"{version} is not committed on this node, so it cannot be protected")
+            if not self._index.is_protected(version):
+                self._records.mark_protected(version)
+                self._index.set_protected(version)
+
+    def is_protected(self, version: ContainerVersion) -> bool:
+        with self._lock:
+            return self._index.is_protected(version)
+
+    def job_state(self, job: str) -> JobState | None:
+        with self._lock:
+            return self._jobs.get(job)
+
+    def put_job_state(self, state: JobState) -> None:
+        with self._lock:
+            self._records.put_job(state)
+            self._jobs[state.job] = state
+
+    # -- removing
+
+    def drop(self, version: ContainerVersion) -> int:
+        """Remove a container: first manifest and mark, then its objects, whose segments are recycled. Bytes freed."""
+        with self._lock:
+            self._records.drop(version)
+            self._index.drop_manifest(version)
+            freed = 0
+            for name, info in self._index.objects(version).items():
+                path = self.paths.object(version.object(name))
+                before = self._index.sealed_bytes
+                self._index.remove(info.object)
+                freed += before - self._index.sealed_bytes
+                with contextlib.suppress(FileNotFoundError):
+                    self._pool.recycle(path, info.client_id)
+            remove_empty(self.paths.objects_of(version), self.paths.objects)
+            return freed
+
+    def quarantine(self, one: ObjectVersion, reason: str) -> None:
+        """Take a damaged object out of sight for ever. Idempotent."""
+        with self._lock:
+            self._index.remove(one)
+            path = self.paths.object(one)
+            if not path.exists():
+                return
+            logger.error("%s is put in quarantine: %s", one, reason)
+            move_away(self.paths, path)
+            remove_empty(path.parent, self.paths.objects)
+            self._count_quarantine()
+
+    def _count_quarantine(self) -> None:
+        """Keep the newest few for people to look at; count all."""
+        files = sorted(self.paths.quarantine.iterdir(), key=lambda path: path.lstat().st_ctime_ns)
+        self._quarantined += len({path.name for path in files} - self._in_quarantine)
+        for path in files[:-_KEPT_IN_QUARANTINE]:
+            if path.is_file():
+                path.unlink()
+        files = files[-_KEPT_IN_QUARANTINE:]
+        self._in_quarantine = {path.name for path in files}
+        self._quarantined_bytes = sum(path.stat().st_size for path in files if path.is_file())
+
+    def _used(self) -> int:
+        return self._index.sealed_bytes + self._pool.reserved_bytes + self._pool.free_bytes + self._quarantined_bytes
+
+    def usage(self) -> StoreUsage:
+        with self._lock:
+            return StoreUsage(
+                budget_bytes=self._budget,
+                sealed_bytes=self._index.sealed_bytes,
+                reserved_bytes=self._pool.reserved_bytes,
+                free_bytes=self._pool.free_bytes,
+                sealed_objects=self._index.object_count,
+                quarantined_objects=self._quarantined,
+                quarantined_bytes=self._quarantined_bytes,
+            )
