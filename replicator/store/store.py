@@ -192,7 +192,7 @@ class Store:
         raise StoreFullError(
             f"no room for {capacity} bytes: of the budget of {usage.budget_bytes} bytes, {usage.sealed_bytes} hold "
             f"sealed objects and {usage.reserved_bytes} are being written, and nothing more may be dropped; raise "
-            f"budget_bytes ({free_bytes(self.paths.root)} bytes are free on the file system), keep fewer checkpoints, or save less"
+            f"budget_bytes (the file system has {free_bytes(self.paths.root)} bytes left) or keep fewer checkpoints"
         )
 
     def _lacking(self, capacity: int) -> int:
