@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from replicator.client.local_agent import LocalAgent
+from replicator.client.segments import Segments
 from replicator.decide.types import ObjectSource
 from replicator.errors import AgentUnavailableError, ReplicatorError, from_wire
 from replicator.ids import ContainerVersion, ObjectVersion
-from replicator.store.segment import MappedSegment
 from replicator.v1 import local_pb2, types_pb2
 from replicator.wire import source_to_pb, version_to_pb
 
 MAX_OBJECTS_PER_CALL = 4096
+# A source that is slower than this is given up by its progress deadline at the latest when all of it is due.
+_SLOWEST_BYTES_PER_S = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def _retrieve_some(
 
 @contextmanager
 def retrieve_blocks(
-    agent: LocalAgent,
+    segments: Segments,
     version: ContainerVersion,
     source: ObjectSource,
     ranges: Sequence[tuple[int, int]],
@@ -140,9 +142,13 @@ def retrieve_blocks(
 
     The scratch memory is given back at the end of the `with` block; no view of it may be used after that.
 
+    Args:
+        deadline_s: without progress for this long, a source is given up, and the next one asked.
+
     Raises:
         ReplicatorError: no source could give them; the message has all reasons.
     """
+    agent = segments.agent
     request = local_pb2.RetrieveRangesRequest(
         client_id=agent.client_id,
         epoch=epoch,
@@ -151,3 +157,18 @@ def retrieve_blocks(
         ranges=[local_pb2.ByteRange(offset_bytes=offset, length_bytes=length) for offset, length in ranges],
         deadline_ms=int(deadline_s * 1000),
     )
+    size = sum(length for _, length in ranges)
+    wait_s = deadline_s * (len(source.node_ids) + 1) + size / _SLOWEST_BYTES_PER_S
+    awaited = f"{size} bytes of {version.object(source.name)}"
+    reply = agent.call_patiently("RetrieveRanges", request, local_pb2.RetrieveRangesReply, wait_s, awaited)
+    try:
+        mapped = segments.map(reply.segment, reply.inode, reply.capacity_bytes)
+        yield Blocks(
+            view=mapped.view,
+            block_size=reply.block_size_bytes,
+            index={block: at for at, block in enumerate(reply.blocks)},
+            crc32c=dict(zip(reply.blocks, reply.block_crc32c, strict=True)),
+            source_node_id=reply.source_node_id,
+        )
+    finally:
+        segments.give_back(reply.segment)
