@@ -30,6 +30,7 @@ from replicator.v1 import data_pb2, types_pb2
 from replicator.wire import abort, error_from_rpc, object_to_pb
 
 CHUNK_BYTES = 1 << 20
+"""Of a message, and so the least that counts as progress on this lane."""
 MAX_READS = 32
 SERVICE = "replicator.v1.DataService"
 METHOD = "Read"

@@ -205,7 +205,6 @@ class _Pull:
         bad_here: set[int] = set()
         avoided: set[str] = set()
         for attempt in range(1, self._policy.attempts + 1):
-            before = len(self._missing)
             try:
                 opened = await self._open(source)
                 lane = self._choose_lane(opened, avoided)
@@ -220,8 +219,8 @@ class _Pull:
                     await self._fetch(self._lanes["grpc"], opened, bad_here)
                     break
             except TransferError as error:
-                progressed = len(self._missing) < before
-                if attempt == self._policy.attempts or not _may_pass(error, progressed):
+                # One that was silent for a whole deadline has had its chance.
+                if attempt == self._policy.attempts or isinstance(error, TransferStalledError):
                     raise
                 await asyncio.sleep(self._policy.backoff_s * random.uniform(0.5, 1))
         if bad_here:
@@ -301,13 +300,6 @@ class _Pull:
         self._told = max(self._told, done)
         if self._on_progress is not None:
             self._on_progress(self._told)
-
-
-def _may_pass(error: TransferError, progressed: bool) -> bool:
-    """Whether another attempt at the same source makes sense: not at one that was silent for a whole deadline."""
-    if isinstance(error, TransferStalledError):
-        return progressed
-    return True
 
 
 def _runs(blocks: Iterable[int]) -> list[tuple[int, int]]:
