@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from replicator.errors import AgentUnavailableError, InvalidIdError, ReplicatorError, StoreError
 from replicator.v1 import local_pb2
 
-MAX_CLIENTS = 1024
+# Each has a stream open; the server takes twice as many calls at the same time (rpc_options.MAX_CONCURRENT_RPCS).
+MAX_CLIENTS = 512
 MAX_QUEUED_EVENTS = 4096
 POLL_S = 0.25
 _CLIENT_ID = re.compile(r"[0-9a-f]{32}")

@@ -175,6 +175,7 @@ class Agent:
         for server in self._servers:
             await server.start()
         await self.core.start()
+        self._spawn(self._tell_interface(), "the look at the network interfaces")
         self._spawn(self.clients.watch(), "the watch over the trainers")
         if self.config.idle_exit_s > 0:
             self._spawn(self._end_when_idle(), "the watch for idleness")
@@ -224,14 +225,21 @@ class Agent:
         for task in self._tasks:
             task.cancel()
         self.clients.close()
-        stopping = asyncio.gather(*(server.stop(grace) for server in self._servers))
+        await self._stop_servers(grace, hurry)
+        try:
+            await self._undo.aclose()
+        except Exception:
+            log.exception("the agent did not stop as it should")
+        log.info("agent stopped", extra={"seconds": round(time.monotonic() - began, 3)})
+
+    async def _stop_servers(self, grace_s: float, hurry: asyncio.Event | None) -> None:
+        stopping = asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         hurried = asyncio.ensure_future(hurry.wait() if hurry else asyncio.Event().wait())
         await asyncio.wait((stopping, hurried), return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+        for waiting in (stopping, hurried):
+            waiting.cancel()
+        await asyncio.gather(stopping, hurried, return_exceptions=True)
         await asyncio.gather(*(server.stop(0) for server in self._servers))
-        await stopping
-        await self._undo.aclose()
-        log.info("agent stopped", extra={"seconds": round(time.monotonic() - began, 3)})
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Run something for the agent's life. An agent of which a part died is ended, not left half alive."""
@@ -246,6 +254,13 @@ class Agent:
                 self.ended.set()
 
         task.add_done_callback(done)
+
+    async def _tell_interface(self) -> None:
+        from replicator.agent.interface import interface_of
+
+        # A name is looked up for it, which may take its time.
+        name = await asyncio.to_thread(interface_of, self.core.address.grpc_address)
+        log.info("peers reach this agent through %s", name, extra={"grpc": self.core.address.grpc_address})
 
     async def _end_when_idle(self) -> None:
         limit = self.config.idle_exit_s

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from replicator.errors import ReplicatorError
+from replicator.errors import ReplicatorError, StaleEpochError, StoreError
 from replicator.wire import abort
 
 MAX_DEADLINE_S = 86_400.0
@@ -32,7 +32,8 @@ def handler(function: Handler[RequestT, ResultT]) -> Handler[RequestT, ResultT]:
         try:
             return await function(self, request, context)
         except ReplicatorError as error:
-            log.debug("%s refused: %s", function.__name__, error)
+            level = logging.INFO if isinstance(error, StoreError | StaleEpochError) else logging.DEBUG
+            log.log(level, "%s is refused: %s", function.__name__, error, extra={"error": error.kind})
             await abort(context, error)
         except Exception as error:
             log.exception("%s failed", function.__name__)

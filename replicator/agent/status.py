@@ -36,7 +36,7 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin
         free_segment_bytes=usage.free_bytes,
         sealed_objects=usage.sealed_objects,
         quarantined_objects=usage.quarantined_objects,
-        clients=clients.known,
+        clients=clients.attached,
         native_core=native.IMPLEMENTATION == "native",
         jobs=[_job_status(core, job) for job in core.jobs.names()],
         counters=core.counters.snapshot(),
