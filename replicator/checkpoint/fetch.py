@@ -21,6 +21,7 @@ from replicator.client.retrieval import retrieve, retrieve_blocks
 from replicator.client.session import Session
 from replicator.decide.types import ObjectSource
 from replicator.errors import CorruptObjectError, ObjectNotFoundError
+from replicator.native import combine_blocks
 from replicator.store.reader import ObjectReader, open_object
 
 logger = logging.getLogger("replicator.checkpoint")
@@ -38,7 +39,7 @@ class Pulled:
 
 
 class Fetcher:
-    """For one plan. Not thread-safe; the copying itself is spread over `executor`.
+    """For one plan; a context manager. Not thread-safe; the copying itself is spread over `executor`.
 
     `pulled` lists what had to come from other nodes.
     """
@@ -48,7 +49,21 @@ class Fetcher:
         self._version = plan.require()
         self._sources = {source.name: source for source in plan.sources}
         self._executor = executor
+        self._open: dict[str, ObjectReader] = {}
         self.pulled: list[Pulled] = []
+
+    def done(self, name: str) -> None:
+        """Let go of this node's copy of an object: its memory may be used for something else from now on."""
+        held = self._open.pop(name, None)
+        if held is not None:
+            held.close()
+
+    def __enter__(self) -> Fetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._open):
+            self.done(name)
 
     def source(self, name: str) -> ObjectSource:
         """Raises ObjectNotFoundError for an object that the container does not have."""
@@ -63,11 +78,12 @@ class Fetcher:
         Raises:
             ReplicatorError: an object that no holder could give.
         """
-        wanted = [
-            self.source(name)
-            for name, size in needed.items()
-            if 2 * size >= self.source(name).size and not self._is_here(self.source(name))
-        ]
+        wanted = []
+        for name, size in needed.items():
+            source = self.source(name)
+            if 2 * size >= source.size and self._here(source) is None:
+                wanted.append(source)
+            self.done(name)
         if wanted:
             self._retrieve(wanted)
 
@@ -96,8 +112,8 @@ class Fetcher:
         # This node may have a copy that the plan does not know of, and a copy may be read twice.
         for _ in range(len(holders) + 2):
             rest = dataclasses.replace(source, node_ids=holders)
-            fill = self._fill_here if self._is_here(rest) else self._fill_from
-            bad_holder, reason = fill(rest, extents)
+            held = self._here(rest)
+            bad_holder, reason = self._fill_here(held, extents) if held else self._fill_from(rest, extents)
             if not reason:
                 return
             reasons.append(reason)
@@ -109,20 +125,34 @@ class Fetcher:
             f"no copy of {self._version.object(source.name)} matches its checksums: {'; '.join(reasons)}"
         )
 
-    def _is_here(self, source: ObjectSource) -> bool:
-        try:
-            with open_object(self._session.agent.paths, self._version.object(source.name)) as held:
-                return held.info.size == source.size and held.info.crc32c == source.crc32c
-        except (ObjectNotFoundError, CorruptObjectError):
-            return False
-
-    def _fill_here(self, source: ObjectSource, extents: Sequence[Extent]) -> tuple[str, str]:
-        """(bad holder, why) when this node's copy is not good, else two empty texts."""
+    def _here(self, source: ObjectSource) -> ObjectReader | None:
+        """This node's copy, open, when its own description is sound and is that of the manifest."""
+        if source.name in self._open:
+            return self._open[source.name]
         one = self._version.object(source.name)
-        with open_object(self._session.agent.paths, one) as held:
-            bad = copy_verified(extents, held.info.block_size, lambda index: _block(held, index), self._executor)
+        try:
+            held = open_object(self._session.agent.paths, one)
+        except ObjectNotFoundError:
+            return None
+        except CorruptObjectError as error:
+            self._session.agent.report_corrupt(one, str(error))
+            return None
+        info = held.info
+        combined = combine_blocks(info.block_crcs, info.size, info.block_size)
+        if (info.size, info.crc32c, combined) != (source.size, source.crc32c, source.crc32c):
+            held.close()
+            self._session.agent.report_corrupt(one, "its description is not that of the manifest")
+            return None
+        self._open[source.name] = held
+        return held
+
+    def _fill_here(self, held: ObjectReader, extents: Sequence[Extent]) -> tuple[str, str]:
+        """(bad holder, why) when this node's copy is not good, else two empty texts."""
+        one = held.info.object
+        bad = copy_verified(extents, held.info.block_size, lambda index: _block(held, index), self._executor)
         if not bad:
             return "", ""
+        self.done(one.name)
         reason = f"{_blocks(bad)} of {one} on this node do not match their checksums"
         if not self._session.agent.report_corrupt(one, reason):
             reason += ", although the agent's own check found nothing wrong: is this machine's memory sound?"
@@ -134,9 +164,14 @@ class Fetcher:
             return "", ""
         if 2 * sum(length for _, length in ranges) >= source.size:
             self._retrieve([source])
-            return self._fill_here(source, extents)
+            held = self._here(source)
+            if held is not None:
+                return self._fill_here(held, extents)
+            return self._session.node.node_id, f"{self._version.object(source.name)} was brought here and is not here"
         session = self._session
-        with retrieve_blocks(session.agent, self._version, source, ranges, session.epoch, session.deadline_s) as blocks:
+        with retrieve_blocks(
+            session.segments, self._version, source, ranges, session.epoch, session.deadline_s
+        ) as blocks:
             size = sum(min(blocks.block_size, source.size - index * blocks.block_size) for index in blocks.index)
             self.pulled.append(Pulled(source.name, size, blocks.source_node_id, "", False))
 

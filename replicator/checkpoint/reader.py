@@ -88,8 +88,7 @@ class ReplicatedStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Raises NoRecoverableCheckpointError when there is nothing to load, with the reason."""
         plan = self._plan = self._given or self.session.lookup(self._step)
-        with self._pool() as executor:
-            fetcher = Fetcher(self.session, plan, executor)
+        with self._pool() as executor, Fetcher(self.session, plan, executor) as fetcher:
             size = fetcher.source(METADATA_NAME).size
             fetcher.prefetch({METADATA_NAME: size})
             data = bytearray(size)
@@ -130,11 +129,11 @@ class ReplicatedStorageReader(StorageReader):
         for request in plan.items:
             info: _StorageInfo = self._metadata.storage_data[request.storage_index]
             by_object.setdefault(info.relative_path, []).append(reading_of(request, info, saved))
-        with self._pool() as executor:
-            fetcher = Fetcher(self.session, self.plan, executor)
+        with self._pool() as executor, Fetcher(self.session, self.plan, executor) as fetcher:
             fetcher.prefetch({name: sum(one.needed for one in readings) for name, readings in by_object.items()})
             for name, readings in by_object.items():
                 _read(fetcher, name, readings, planner)
+                fetcher.done(name)
             self.pulled += fetcher.pulled
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)

@@ -408,7 +408,7 @@ def save_without_an_agent(lost: str) -> tuple[str, str]:
 
 
 def test_saving_goes_on_when_an_agent_is_lost(shm_root: Path) -> None:
-    """F16: neither its own nor a peer's lost agent stops a save; who waits for the commit gets the error on every rank."""
+    """F16: no lost agent, its own or a peer's, stops a save; who waits for the commit gets the error on every rank."""
     with nodes(shm_root, 2, deadline_s=2.0) as two:
         lost = str(shm_root / "lost")
         job = Job([two[0], two[0], two[1]], save_without_an_agent, lost)
