@@ -91,7 +91,7 @@ class PeerDirectory:
 
     @property
     def configured(self) -> tuple[str, ...]:
-        """Addresses of the configured peers, this agent's left out; a name that stands for many nodes is all of them."""
+        """The configured peers' addresses, this agent's left out; a name that stands for many nodes is all of them."""
         return tuple(one for one in self.discovery.addresses if one != self._address.grpc_address)
 
     def resolve(self, job: str, node_id: str) -> NodeAddress:
