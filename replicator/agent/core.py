@@ -9,59 +9,119 @@ await core.close()
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
+from replicator.agent.jobs import Jobs
+from replicator.agent.landing import Landing
 from replicator.agent.lookup import Lookup
+from replicator.agent.manifests import Manifests
+from replicator.agent.peer_service import PeerService
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.puller import Puller
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
+from replicator.agent.sources import Opener
 from replicator.config import AgentConfig
+from replicator.errors import ObjectNotFoundError
 from replicator.ids import NodeAddress, NodeIdentity
+from replicator.store import Store
+from replicator.store.client_lock import is_client_alive
+from replicator.store.reader import ObjectReader, open_object
+from replicator.transfer.bulk_lane import BulkLane
+from replicator.transfer.bulk_server import BulkServer
+from replicator.transfer.grpc_lane import GrpcLane, data_service
+from replicator.transfer.lane import Lane
+from replicator.transfer.tickets import TicketOffice
+from replicator.v1 import data_pb2
+from replicator.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
+from replicator.wire import object_from_pb, sender_from_pb, sender_to_pb
 
 if TYPE_CHECKING:
     import grpc
 
-    from replicator.agent.jobs import Jobs
-    from replicator.store import Store
-    from replicator.transfer.bulk_server import BulkServer
-    from replicator.transfer.tickets import TicketOffice
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class AgentCore:
-    """All parts of one agent. `bulk` is None where no bulk lane is served (lane = grpc, or TLS)."""
+    """All parts of one agent. `bulk` is None where no bulk lane is served (lane = grpc, or TLS).
+
+    `client_id` is the agent's own as a client of its store: what it pulls is written under it.
+    """
 
     config: AgentConfig
     identity: NodeIdentity
     address: NodeAddress
+    client_id: str
     store: Store
     jobs: Jobs
     counters: Counters
     tickets: TicketOffice
     bulk: BulkServer | None
     peers: PeerDirectory
+    manifests: Manifests
     retention: Retention
     puller: Puller
     replicator: Replicator
     committer: Committer
     lookup: Lookup
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _closed: bool = False
 
     @property
     def bulk_address(self) -> str:
         """`host:port` at which peers reach the bulk lane; empty when it is not served."""
-        raise NotImplementedError
+        if self.bulk is None:
+            return ""
+        host = self.config.advertise or self.config.bind
+        return f"[{host}]:{self.bulk.address[1]}" if ":" in host else f"{host}:{self.bulk.address[1]}"
 
     async def start(self) -> None:
         """Take up again what was unfinished when the last agent of this store ended. Does not wait for peers."""
-        raise NotImplementedError
+        self.store.on_pressure = self.retention.on_pressure
+        self._spawn(self._take_up(), "taking up unfinished work")
+        if self.peers.discovery.names:
+            seconds = self.config.deadline_s
+            self._spawn(self.peers.discovery.run(seconds, self.config.rpc_deadline_s), "looking up configured peers")
 
     async def close(self) -> None:
         """Stop serving data, give up what is under way, close all channels. Idempotent; waits for no peer."""
-        raise NotImplementedError
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.replicator.close()
+        await self.committer.close()
+        await self.puller.close()
+        await self.peers.close()
+        if self.bulk is not None:
+            await asyncio.to_thread(self.bulk.stop)
+
+    async def _take_up(self) -> None:
+        paths = self.store.paths
+        for client_id in paths.client_ids():
+            if client_id.startswith("agent-") and not is_client_alive(paths, client_id):
+                self.store.client_gone(client_id)
+        await self.peers.announce()
+        self.committer.resume()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if not done.cancelled() and done.exception() is not None:
+                log.error("%s failed", what, exc_info=done.exception())
+
+        task.add_done_callback(ended)
+        self._tasks.append(task)
 
 
 def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jobs, counters: Counters) -> AgentCore:
@@ -71,11 +131,66 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         address: this agent's identity and the address under which peers reach its gRPC port.
 
     Raises:
-        StoreRootError, ConfigError: the bulk port cannot be bound.
+        ConfigError: the bulk port cannot be bound, a TLS file cannot be used, or the congestion control is unknown.
     """
-    raise NotImplementedError
+    client_id = f"agent-{address.identity.incarnation:016x}"
+    tickets = TicketOffice()
+    peers = PeerDirectory(config, address, jobs, counters)
+    manifests = Manifests(store, counters)
+    retention = Retention(config, address, store, jobs, manifests, counters)
+    opener = Opener(config, address.node_id, peers, counters)
+    lanes: dict[str, Lane] = {
+        "grpc": GrpcLane(peers.channel, lambda one: sender_to_pb(peers.sender_of(one.version.container.job)))
+    }
+    bulk: BulkServer | None = None
+    if config.lane != "grpc" and not config.tls:
+        lanes["bulk"] = BulkLane(
+            connections=config.connections_per_peer,
+            connect_timeout_s=config.connect_deadline_s,
+            congestion=config.congestion,
+        )
+
+        def open_ticket(ticket: str) -> ObjectReader:
+            return open_object(store.paths, tickets.resolve(ticket))
+
+        bulk = BulkServer(config.bind, config.bulk_port, open_ticket, congestion=config.congestion)
+        bulk.start()
+    landing = Landing(config, client_id, store, opener, lanes, counters)
+    puller = Puller(config, address, store, opener, landing, retention, counters)
+    replicator = Replicator(config, address, store, jobs, peers, counters)
+    committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, counters)
+    lookup = Lookup(config, address, store, jobs, peers, manifests, retention, counters)
+    return AgentCore(
+        config=config,
+        identity=address.identity,
+        address=address,
+        client_id=client_id,
+        store=store,
+        jobs=jobs,
+        counters=counters,
+        tickets=tickets,
+        bulk=bulk,
+        peers=peers,
+        manifests=manifests,
+        retention=retention,
+        puller=puller,
+        replicator=replicator,
+        committer=committer,
+        lookup=lookup,
+    )
 
 
 def add_peer_services(server: grpc.aio.Server, core: AgentCore) -> None:
     """Register PeerService and DataService on the server that peers reach."""
-    raise NotImplementedError
+    add_PeerServiceServicer_to_server(PeerService(core), server)  # type: ignore[no-untyped-call]
+
+    def open_for_read(request: data_pb2.ReadRequest) -> ObjectReader:
+        one = object_from_pb(request.object)
+        sender = sender_from_pb(request.sender)
+        if sender.epoch:
+            core.jobs.check(sender.job, sender.epoch)
+        if core.store.get(one) is None:
+            raise ObjectNotFoundError(f"{one} is not held by node {core.identity.node_id} (any more)")
+        return open_object(core.store.paths, one)
+
+    server.add_generic_rpc_handlers((data_service(open_for_read, send_timeout_s=core.config.deadline_s),))

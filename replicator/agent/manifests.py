@@ -8,7 +8,7 @@ from collections import OrderedDict
 from replicator.agent.counters import Counters
 from replicator.agent.peers import PeerDirectory
 from replicator.decide.types import Manifest
-from replicator.errors import CommitError, CorruptObjectError, ReplicatorError
+from replicator.errors import CommitError, CorruptObjectError, ReplicatorError, StoreFullError
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
@@ -65,7 +65,10 @@ class Manifests:
                 f"{actual:08x}); a commit is never changed, save the step again to get a new attempt"
             )
         if stored is None:
-            self._store.put_manifest(version, data, actual)
+            try:
+                self._store.put_manifest(version, data, actual)
+            except OSError as error:
+                raise StoreFullError(f"the manifest of {version} cannot be stored: {error.strerror}") from None
             self._counters.add("manifests_stored")
         with self._lock:
             self._remember(version, (data, actual, manifest))

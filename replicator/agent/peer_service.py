@@ -70,7 +70,7 @@ def _served(
         identity = str(self.core.identity)
         for key, value in context.invocation_metadata() or ():
             if key == MEANT_FOR_KEY and value != identity:
-                message = f"expected {value}, found {identity} at this address; say Hello again"
+                message = f"expected {value!r}, found {identity} at this address; say Hello again"
                 trailing = ((KIND_KEY, PeerUnavailableError.__name__), (NOT_ME_KEY, "1"))
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, short_message(message), trailing)
         return await inner(self, request, context)

@@ -1,26 +1,227 @@
-"""Brings objects of other nodes into this node's store: verified block by block, from whichever source works."""
+"""Brings objects of other nodes into this node's store: verified block by block, from whichever source works.
+
+Replication and recovery are the same pull. What differs is who asked for it: a buddy's owner (`take`), or a trainer
+of this node (`retrieve`). Each kind has its own slots, so that neither starves the other (F20).
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from replicator.agent.counters import Counters
+from replicator.agent.landing import Landing
+from replicator.agent.logs import fields
+from replicator.agent.ranges import Ranges
+from replicator.agent.retention import Retention
+from replicator.agent.sources import Opener, PeerSource
+from replicator.config import AgentConfig
 from replicator.decide.types import ObjectSource
-from replicator.ids import ContainerVersion, ObjectVersion
+from replicator.errors import ObjectExistsError, ReplicationError, ReplicatorError, TransferError
+from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
+from replicator.store import Store
+from replicator.store.trailer import ObjectInfo
 from replicator.v1 import local_pb2
+
+MAX_PULLS = 4
+MAX_WAITING = 65536
+MAX_QUEUED_EVENTS = 1024
+_PROGRESS_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An object that is sealed here. `lane` and `node_id` are empty when it was here already."""
+
+    info: ObjectInfo
+    lane: str = ""
+    node_id: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Taking:
+    """An object on its way here. Shared by all who want it."""
+
+    object: ObjectVersion
+    size: int
+    crc32c: int
+    task: asyncio.Task[Taken]
+    waiting: bool = True
+    bytes_done: int = 0
+    users: int = 0
 
 
 class Puller:
     """Used in the event loop only. Concurrent pulls are bounded, and one object is pulled once at a time."""
 
-    def retrieve(
+    def __init__(
+        self,
+        config: AgentConfig,
+        address: NodeAddress,
+        store: Store,
+        opener: Opener,
+        landing: Landing,
+        retention: Retention,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._address = address
+        self._store = store
+        self._opener = opener
+        self._landing = landing
+        self._retention = retention
+        self._counters = counters
+        self._ranges = Ranges(address, store, opener, landing)
+        self._running: dict[ObjectVersion, Taking] = {}
+        self._offered_slots = asyncio.Semaphore(MAX_PULLS)
+        self._wanted_slots = asyncio.Semaphore(MAX_PULLS)
+
+    @property
+    def running(self) -> int:
+        """Objects that are on their way here, or wait for a slot."""
+        return len(self._running)
+
+    # -- for owners who made this node their buddy
+
+    def take(self, info: ObjectInfo, source: NodeAddress, deadline_s: float) -> Taking:
+        """Start pulling an offered object; it goes on also when nobody waits for it any more.
+
+        An object that is here already, with the same content, is done at once.
+
+        Args:
+            deadline_s: without progress for this long, the source is given up.
+
+        Raises:
+            ReplicationError: this node does not take it, or has too much waiting already.
+            ObjectExistsError: other content is sealed here under that name, or on its way.
+        """
+        one = info.object
+        held = self._store.get(one)
+        if held is not None:
+            if (held.size, held.crc32c) != (info.size, info.crc32c):
+                raise ObjectExistsError(
+                    f"{one} is sealed on buddy {self._address.node_id} with {held.size} bytes, checksum "
+                    f"{held.crc32c:08x}; offered were {info.size} bytes, {info.crc32c:08x}. Begin a new attempt"
+                )
+            return self._start(one, info.size, info.crc32c, _done(Taken(held)))
+        self._require_wanted(one.version)
+        taking = self._join(one, info.size, info.crc32c)
+        if taking is None:
+            taking = self._start(
+                one, info.size, info.crc32c, lambda taking: self._pull_offered(taking, info, source, deadline_s)
+            )
+        taking.users += 1
+        return taking
+
+    async def _pull_offered(self, taking: Taking, info: ObjectInfo, source: NodeAddress, deadline_s: float) -> Taken:
+        async with self._offered_slots:
+            taking.waiting = False
+            self._require_wanted(info.object.version)
+            sources = [self._opener.source_at(info.object, source)]
+            return await self._land(
+                taking, info, sources, deadline_s, lambda: self._require_wanted(info.object.version)
+            )
+
+    def _require_wanted(self, version: ContainerVersion) -> None:
+        reason = self._retention.refusal(version)
+        if reason:
+            self._counters.add("offers_refused")
+            raise ReplicationError(
+                f"buddy {self._address.node_id} does not take objects of {version} any more: {reason}"
+            )
+
+    # -- for trainers of this node
+
+    async def retrieve(
         self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float
     ) -> AsyncIterator[local_pb2.RetrieveEvent]:
         """Bring whole objects into this node's store. At least one event per object; failures are events too.
 
+        What is here already is verified, and pulled again when it is not what the source says. Something comes at
+        least every quarter of `deadline_s`, also while a source is silent.
+
         Args:
             deadline_s: without progress for this long, a source is given up.
         """
-        raise NotImplementedError
+        self._retention.note_retrieved(version)
+        events: asyncio.Queue[local_pb2.RetrieveEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        active: dict[str, Taking] = {}
+        loop = asyncio.get_running_loop()
+        tasks = [
+            loop.create_task(self._bring(version.object(one.name), one, deadline_s, active, events)) for one in sources
+        ]
+        ticker = loop.create_task(_tell_progress(active, events, deadline_s / 4))
+        left = len(tasks)
+        try:
+            while left:
+                event = await events.get()
+                yield event
+                left -= bool(event.done or event.error_kind)
+        finally:
+            ticker.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(ticker, *tasks, return_exceptions=True)
+
+    async def _bring(
+        self,
+        one: ObjectVersion,
+        source: ObjectSource,
+        deadline_s: float,
+        active: dict[str, Taking],
+        events: asyncio.Queue[local_pb2.RetrieveEvent],
+    ) -> None:
+        """One object; ends with exactly one last event, unless it is cancelled."""
+        event = local_pb2.RetrieveEvent(name=source.name)
+        try:
+            if await self._landing.is_sound(one, source.size, source.crc32c):
+                event.was_local = True
+            else:
+                taking = self._join(one, source.size, source.crc32c)
+                if taking is None:
+                    taking = self._start(
+                        one, source.size, source.crc32c, lambda taking: self._pull_wanted(taking, source, deadline_s)
+                    )
+                active[source.name] = taking
+                taken = await self._wait(taking)
+                event.source_node_id, event.lane = taken.node_id, taken.lane
+            event.done, event.bytes_done = True, source.size
+        except Exception as error:
+            if not isinstance(error, ReplicatorError):
+                log.exception("an object could not be retrieved", extra=fields(one))
+                error = TransferError(f"{type(error).__name__}: {error}")
+            event.error_kind, event.error_message = error.kind, str(error)
+        finally:
+            active.pop(source.name, None)
+        await events.put(event)
+
+    async def _wait(self, taking: Taking) -> Taken:
+        """Wait for an object; when everybody who waits for it is gone, it is not pulled any further."""
+        taking.users += 1
+        try:
+            await asyncio.wait([taking.task])
+        finally:
+            taking.users -= 1
+            if not taking.users and not taking.task.done():
+                taking.task.cancel()
+        if taking.task.cancelled():
+            raise TransferError(f"the pull of {taking.object} was given up because the agent is stopping")
+        return taking.task.result()
+
+    async def _pull_wanted(self, taking: Taking, source: ObjectSource, deadline_s: float) -> Taken:
+        async with self._wanted_slots:
+            taking.waiting = False
+            one = taking.object
+            sources = self._opener.sources(one, source.node_ids)
+            info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
+            info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
+            return await self._land(taking, info, sources, deadline_s, lambda: None)
 
     async def retrieve_ranges(
         self,
@@ -36,7 +237,8 @@ class Puller:
             InvalidIdError: a range outside the object.
             StoreFullError, TransferError, CorruptObjectError: with each source's reason.
         """
-        raise NotImplementedError
+        async with self._wanted_slots:
+            return await self._ranges.retrieve(client_id, version.object(source.name), source, ranges, deadline_s)
 
     def read_object(self, version: ContainerVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
         """The object's bytes in pieces of at most 1 MiB, each verified: local, or forwarded from a holder.
@@ -44,7 +246,7 @@ class Puller:
         Raises:
             ObjectNotFoundError, TransferError, CorruptObjectError: with each source's reason.
         """
-        raise NotImplementedError
+        return self._ranges.read(version.object(source.name), source, deadline_s)
 
     async def check_local(self, one: ObjectVersion) -> bool:
         """Verify every block of this node's copy. A copy that fails goes to quarantine, and the answer is False.
@@ -52,4 +254,102 @@ class Puller:
         Raises:
             ObjectNotFoundError: there is no copy here.
         """
-        raise NotImplementedError
+        return await self._landing.check(one)
+
+    async def close(self) -> None:
+        """Give up all pulls, and close the lanes."""
+        tasks = [taking.task for taking in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._landing.close()
+
+    # -- both
+
+    def _join(self, one: ObjectVersion, size: int, crc: int) -> Taking | None:
+        """The pull of the same object that is under way, if there is one."""
+        taking = self._running.get(one)
+        if taking is not None and (taking.size, taking.crc32c) != (size, crc):
+            raise ObjectExistsError(
+                f"{one} is being pulled with {taking.size} bytes and checksum {taking.crc32c:08x}; asked for were "
+                f"{size} bytes, {crc:08x}"
+            )
+        return taking
+
+    def _start(
+        self, one: ObjectVersion, size: int, crc: int, work: Callable[[Taking], Coroutine[Any, Any, Taken]]
+    ) -> Taking:
+        if len(self._running) >= MAX_WAITING:
+            raise ReplicationError(f"node {self._address.node_id} has {MAX_WAITING} objects waiting already; try later")
+        ready: asyncio.Future[Taking] = asyncio.get_running_loop().create_future()
+
+        async def run() -> Taken:
+            return await work(await ready)
+
+        task = asyncio.get_running_loop().create_task(run())
+        taking = Taking(one, size, crc, task)
+        ready.set_result(taking)
+        self._running[one] = taking
+        task.add_done_callback(lambda done: self._ended(taking))
+        return taking
+
+    def _ended(self, taking: Taking) -> None:
+        if self._running.get(taking.object) is taking:
+            del self._running[taking.object]
+        if taking.task.cancelled():
+            return
+        error = taking.task.exception()
+        if error is not None:
+            self._counters.add("pulls_failed")
+            trouble = None if isinstance(error, ReplicatorError) else error
+            log.warning("an object was not pulled", extra=fields(taking.object, reason=error), exc_info=trouble)
+
+    async def _land(
+        self,
+        taking: Taking,
+        info: ObjectInfo,
+        sources: Sequence[PeerSource],
+        deadline_s: float,
+        require_wanted: Callable[[], None],
+    ) -> Taken:
+        def progressed(done: int) -> None:
+            taking.bytes_done = done
+
+        sealed, report = await self._landing.land(info, sources, deadline_s, progressed, require_wanted)
+        main = report.main_part
+        taken = Taken(sealed, main.lane if main else "", main.node_id if main else "")
+        self._counters.add("objects_pulled")
+        self._counters.add("bytes_pulled", info.size)
+        log.info(
+            "object pulled",
+            extra=fields(
+                info.object, bytes=info.size, source=taken.node_id, lane=taken.lane, seconds=round(report.seconds, 3)
+            ),
+        )
+        return taken
+
+
+def _done(taken: Taken) -> Callable[[Taking], Coroutine[Any, Any, Taken]]:
+    async def at_once(taking: Taking) -> Taken:
+        return taken
+
+    return at_once
+
+
+async def _tell_progress(
+    active: dict[str, Taking], events: asyncio.Queue[local_pb2.RetrieveEvent], quiet_s: float
+) -> None:
+    """How far each object is, when it got further; and something in any case after `quiet_s`."""
+    told: dict[str, int] = {}
+    loop = asyncio.get_running_loop()
+    spoke = loop.time()
+    while True:
+        await asyncio.sleep(min(_PROGRESS_S, quiet_s))
+        quiet = loop.time() - spoke >= quiet_s
+        for name, taking in list(active.items()):
+            if (quiet or taking.bytes_done != told.get(name, 0)) and not events.full():
+                told[name] = taking.bytes_done
+                events.put_nowait(local_pb2.RetrieveEvent(name=name, bytes_done=taking.bytes_done))
+                spoke, quiet = loop.time(), False
+        for name in told.keys() - active.keys():
+            del told[name]

@@ -231,16 +231,17 @@ class Replicator:
         async for event in self._peers.stream(
             node, "PeerService/Offer", request, peer_pb2.OfferEvent, awaited=awaited, idle_s=first.deadline_s
         ):
-            item = open_items.get(object_from_pb(event.object))
             queue.heard_at = self._now()
-            if item is None:
+            one = object_from_pb(event.object)
+            if one not in open_items:
                 continue
+            item = open_items[one]
             kind = event.WhichOneof("event")
             if kind == "progress_bytes":
                 if event.progress_bytes:
                     queue.progressed(item, self._now())
                 continue
-            del open_items[item.object]
+            del open_items[one]
             if kind == "sealed":
                 self._sealed(queue, item, event)
             else:

@@ -18,7 +18,6 @@ from replicator.config import AgentConfig
 from replicator.decide.placement import buddies
 from replicator.decide.retention import Drop, RetentionView, plan_retention
 from replicator.decide.types import Manifest, describe, recency
-from replicator.errors import NotFoundError
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.store import Store
 
@@ -144,15 +143,11 @@ class Retention:
         return sorted({version.container.job for version in self._store.versions()})
 
     def _drop(self, drop: Drop) -> int:
-        """Drop one container; the bytes of its objects."""
+        """Drop one container; the bytes that were freed."""
         self._dropped[drop.version] = drop.reason
         while len(self._dropped) > MAX_REMEMBERED:
             self._dropped.popitem(last=False)
-        size = sum(info.size for info in self._store.objects(drop.version).values())
-        try:
-            self._store.drop(drop.version)
-        except NotFoundError:
-            return 0
+        size = self._store.drop(drop.version)
         self._counters.add("containers_dropped")
         log.info("container dropped", extra=fields(drop.version, reason=drop.reason, bytes=size))
         return size

@@ -1,0 +1,227 @@
+"""Where pulled bytes land: a segment reserved for the agent, sealed when every block in it is verified."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from replicator.agent.counters import Counters
+from replicator.agent.logs import fields
+from replicator.agent.sources import Opener, PeerSource
+from replicator.config import AgentConfig
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError
+from replicator.ids import ObjectVersion
+from replicator.store import Reservation, Store
+from replicator.store.client_lock import ClientLock
+from replicator.store.reader import open_object
+from replicator.store.segment import MappedSegment, MappingCache
+from replicator.store.trailer import ObjectInfo, capacity_for, write_trailer
+from replicator.transfer.lane import Lane
+from replicator.transfer.pull import PullPolicy, PullReport, pull
+
+# From this size on an object is brought from several holders at once.
+MIN_SPREAD_BYTES = 256 << 20
+MAX_SPREAD = 4
+_CHECKS_AT_ONCE = 2
+
+log = logging.getLogger(__name__)
+
+
+class Landing:
+    """Used in the event loop only. The agent is a client of its own store, under an id that lives as it does."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        client_id: str,
+        store: Store,
+        opener: Opener,
+        lanes: Mapping[str, Lane],
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._client_id = client_id
+        self._store = store
+        self._opener = opener
+        self._lanes = lanes
+        self._counters = counters
+        self._mappings = MappingCache(store.paths)
+        self._lock: ClientLock | None = None
+        self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
+
+    # -- pulling
+
+    async def land(
+        self,
+        info: ObjectInfo,
+        sources: Sequence[PeerSource],
+        deadline_s: float,
+        on_progress: Callable[[int], None],
+        before_seal: Callable[[], None],
+    ) -> tuple[ObjectInfo, PullReport]:
+        """Pull a whole object and seal it here, its owner as `info` says.
+
+        Args:
+            before_seal: called right before the object appears under its name; what it raises prevents that.
+
+        Raises:
+            StoreFullError: no room, after everything superseded was dropped.
+            TransferError, CorruptObjectError: no source gave it; with each one's reason.
+        """
+        if self._lock is None:
+            lock = ClientLock(self._store.paths, self._client_id)
+            lock.acquire()
+            self._lock = lock
+        capacity = capacity_for(info.size, info.block_size)
+        async with self.reserved(self._client_id, capacity) as (reservation, mapped):
+            report = await self.fill(info, sources, mapped.view[: info.size], deadline_s, on_progress=on_progress)
+            sealed = dataclasses.replace(info, client_id=self._client_id)
+            before_seal()
+            write_trailer(mapped.view, sealed)
+            self._store.seal(self._client_id, reservation.segment, sealed)
+        return sealed, report
+
+    @asynccontextmanager
+    async def reserved(self, client_id: str, capacity: int) -> AsyncIterator[tuple[Reservation, MappedSegment]]:
+        """A segment reserved for a client, mapped here; given back when the body raises."""
+        reservation = await self._reserve(client_id, capacity)
+        try:
+            yield (
+                reservation,
+                self._mappings.get(reservation.segment, reservation.inode, reservation.capacity),
+            )
+        except BaseException:
+            self._store.release(client_id, reservation.segment)
+            raise
+
+    async def _reserve(self, client_id: str, capacity: int) -> Reservation:
+        """In a thread; what comes after this was cancelled is given back."""
+        working = asyncio.ensure_future(asyncio.to_thread(self._store.reserve, client_id, capacity))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+
+            def give_back(done: asyncio.Future[Reservation]) -> None:
+                if not done.cancelled() and done.exception() is None:
+                    self._store.release(client_id, done.result().segment)
+
+            working.add_done_callback(give_back)
+            raise
+
+    async def fill(
+        self,
+        info: ObjectInfo,
+        sources: Sequence[PeerSource],
+        target: memoryview,
+        deadline_s: float,
+        *,
+        blocks: Sequence[int] | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> PullReport:
+        """Pull the object, or some of its blocks, into memory. A large whole object comes from several holders at once.
+
+        Raises:
+            TransferError, CorruptObjectError: no source gave it; with each one's reason.
+        """
+        policy = PullPolicy(progress_timeout_s=deadline_s, lane=self._config.lane)
+        spread = min(len(sources), MAX_SPREAD) if info.size >= MIN_SPREAD_BYTES and blocks is None else 1
+        count = len(info.block_crcs)
+        bounds = [count * i // spread for i in range(spread + 1)]
+        done = [0] * spread
+
+        async def part(index: int) -> PullReport:
+            def progressed(size: int) -> None:
+                done[index] = size
+                if on_progress is not None:
+                    on_progress(sum(done))
+
+            ordered = [one.pull_source(info) for one in (*sources[index:], *sources[:index])]
+            if spread == 1:
+                view, wanted = target, blocks
+            else:
+                first, last = bounds[index], bounds[index + 1]
+                view = target[first * info.block_size : min(last * info.block_size, info.size)]
+                wanted = range(first, last)
+            return await pull(
+                info, ordered, view, lanes=self._lanes, policy=policy, blocks=wanted, on_progress=progressed
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(part(index)) for index in range(spread)]
+        except* ReplicatorError as group_error:
+            error = group_error.exceptions[0]
+            if isinstance(error, CorruptObjectError) and sources:
+                self._opener.note_bad(info.object, sources[-1].node_id)
+            raise error from None
+        reports = [task.result() for task in tasks]
+        for report in reports:
+            self._opener.note(info.object, report)
+        return _merged(reports)
+
+    # -- what is here already
+
+    async def is_sound(self, one: ObjectVersion, size: int, crc: int) -> bool:
+        """Whether this node holds exactly that, every block verified. What it holds instead goes to quarantine."""
+        held = self._store.get(one)
+        if held is None:
+            return False
+        if (held.size, held.crc32c) != (size, crc):
+            await self._quarantine(
+                one, f"expected {size} bytes, checksum {crc:08x}; found {held.size} bytes, {held.crc32c:08x}"
+            )
+            return False
+        try:
+            return await self.check(one)
+        except ObjectNotFoundError:
+            return False
+
+    async def check(self, one: ObjectVersion) -> bool:
+        """Verify every block of the local copy; one that fails goes to quarantine.
+
+        Raises:
+            ObjectNotFoundError: there is no copy here.
+        """
+
+        def verify() -> None:
+            with open_object(self._store.paths, one) as reader:
+                reader.verify()
+
+        try:
+            async with self._checks:
+                await asyncio.to_thread(verify)
+        except CorruptObjectError as error:
+            await self._quarantine(one, str(error))
+            return False
+        return True
+
+    async def set_aside(self, one: ObjectVersion, error: CorruptObjectError) -> None:
+        """A local copy was found to be bad while it was read."""
+        await self._quarantine(one, str(error))
+
+    async def _quarantine(self, one: ObjectVersion, reason: str) -> None:
+        self._counters.add("objects_quarantined")
+        log.error("a local object is set aside and never offered again", extra=fields(one, reason=reason))
+        await asyncio.to_thread(self._store.quarantine, one, reason)
+
+    async def close(self) -> None:
+        """Close the lanes, and give up what the agent holds as a client of its store."""
+        for lane in self._lanes.values():
+            await lane.close()
+        self._mappings.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _merged(reports: Sequence[PullReport]) -> PullReport:
+    return PullReport(
+        size=sum(report.size for report in reports),
+        parts=tuple(part for report in reports for part in report.parts),
+        bad_blocks=tuple(bad for report in reports for bad in report.bad_blocks),
+        failures=tuple(failure for report in reports for failure in report.failures),
+        seconds=max(report.seconds for report in reports),
+    )

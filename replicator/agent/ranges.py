@@ -1,0 +1,150 @@
+"""Parts of objects: blocks into a trainer's scratch segment, and a whole object as a stream of verified pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+
+from replicator.agent.landing import Landing
+from replicator.agent.sources import Opener, PeerSource
+from replicator.checksum import block_length
+from replicator.decide.types import ObjectSource
+from replicator.errors import CorruptObjectError, InvalidIdError, ObjectNotFoundError
+from replicator.ids import NodeAddress, ObjectVersion
+from replicator.native import copy_crc32c
+from replicator.store import Store
+from replicator.store.reader import open_object
+from replicator.store.trailer import ObjectInfo
+from replicator.v1 import local_pb2
+
+PIECE_BYTES = 1 << 20
+# Of an object that is read as a stream: brought and verified at a time.
+_WINDOW_BYTES = 32 << 20
+
+
+class Ranges:
+    """Used in the event loop only."""
+
+    def __init__(self, address: NodeAddress, store: Store, opener: Opener, landing: Landing) -> None:
+        self._node_id = address.node_id
+        self._store = store
+        self._opener = opener
+        self._landing = landing
+
+    async def retrieve(
+        self,
+        client_id: str,
+        one: ObjectVersion,
+        source: ObjectSource,
+        ranges: Sequence[tuple[int, int]],
+        deadline_s: float,
+    ) -> local_pb2.RetrieveRangesReply:
+        """The blocks that cover (offset, length) ranges, packed into a segment reserved for `client_id`.
+
+        Raises:
+            InvalidIdError: a range outside the object, or nothing asked for.
+            StoreFullError, TransferError, CorruptObjectError: with each source's reason.
+        """
+        _require_inside(one, source.size, ranges)
+        sources = self._opener.sources(one, source.node_ids)
+        info, is_local = await self._describe(one, source, sources)
+        blocks = blocks_of(ranges, info.block_size)
+        size = sum(block_length(block, info.size, info.block_size) for block in blocks)
+        async with self._landing.reserved(client_id, size) as (reservation, mapped):
+            node_id = await self._bring(info, sources, mapped.view[:size], blocks, deadline_s, is_local=is_local)
+        return local_pb2.RetrieveRangesReply(
+            segment=reservation.segment,
+            inode=reservation.inode,
+            capacity_bytes=reservation.capacity,
+            block_size_bytes=info.block_size,
+            blocks=blocks,
+            block_crc32c=[info.block_crcs[block] for block in blocks],
+            source_node_id=node_id,
+        )
+
+    async def read(self, one: ObjectVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
+        """All bytes of the object in order, in pieces of at most PIECE_BYTES, each verified before it is given.
+
+        Raises:
+            ObjectNotFoundError, TransferError, CorruptObjectError: with each source's reason.
+        """
+        sources = self._opener.sources(one, source.node_ids)
+        info, is_local = await self._describe(one, source, sources)
+        count = len(info.block_crcs)
+        window = max(1, _WINDOW_BYTES // info.block_size)
+        for first in range(0, count, window):
+            blocks = range(first, min(first + window, count))
+            size = sum(block_length(block, info.size, info.block_size) for block in blocks)
+            buffer = memoryview(bytearray(size))
+            node_id = await self._bring(info, sources, buffer, blocks, deadline_s, is_local=is_local)
+            is_local = node_id == self._node_id
+            for start in range(0, size, PIECE_BYTES):
+                yield bytes(buffer[start : start + PIECE_BYTES])
+
+    async def _describe(
+        self, one: ObjectVersion, source: ObjectSource, sources: Sequence[PeerSource]
+    ) -> tuple[ObjectInfo, bool]:
+        """The object's block table, and whether this node holds it."""
+        held = self._store.get(one)
+        if held is not None and (held.size, held.crc32c) == (source.size, source.crc32c):
+            return held, True
+        return await self._opener.describe_any(sources, one, source.size, source.crc32c), False
+
+    async def _bring(
+        self,
+        info: ObjectInfo,
+        sources: Sequence[PeerSource],
+        target: memoryview,
+        blocks: Sequence[int],
+        deadline_s: float,
+        *,
+        is_local: bool,
+    ) -> str:
+        """Fill `target` with blocks, this node's own when they are good; the id of the node they are from."""
+        if is_local:
+            try:
+                await asyncio.to_thread(self._copy_local, info, target, blocks)
+                return self._node_id
+            except ObjectNotFoundError:
+                pass
+            except CorruptObjectError as error:
+                await self._landing.set_aside(info.object, error)
+        if not sources:
+            raise ObjectNotFoundError(
+                f"{info.object} is not held by this node any more, and no other holder is named; look up a new plan"
+            )
+        report = await self._landing.fill(info, sources, target, deadline_s, blocks=blocks)
+        main = report.main_part
+        return main.node_id if main else ""
+
+    def _copy_local(self, info: ObjectInfo, target: memoryview, blocks: Iterable[int]) -> None:
+        """Copy and verify in one pass. Raises ObjectNotFoundError, CorruptObjectError."""
+        with open_object(self._store.paths, info.object) as reader:
+            if reader.info.block_crcs != info.block_crcs:
+                raise CorruptObjectError(f"{info.object}: its block table is not the one that was described")
+            view = reader.view
+            at = 0
+            for block in blocks:
+                start = block * info.block_size
+                piece = view[start : min(start + info.block_size, info.size)]
+                if copy_crc32c(target[at:], piece) != info.block_crcs[block]:
+                    raise CorruptObjectError(f"{info.object}: block {block} does not match its checksum")
+                at += len(piece)
+                piece.release()
+
+
+def blocks_of(ranges: Iterable[tuple[int, int]], block_size: int) -> list[int]:
+    """The numbers of the blocks that cover the ranges, ascending, each once (F44)."""
+    wanted: set[int] = set()
+    for offset, length in ranges:
+        if length:
+            wanted.update(range(offset // block_size, (offset + length - 1) // block_size + 1))
+    return sorted(wanted)
+
+
+def _require_inside(one: ObjectVersion, size: int, ranges: Sequence[tuple[int, int]]) -> None:
+    for offset, length in ranges:
+        if offset < 0 or length < 0 or offset + length > size:
+            raise InvalidIdError(f"{one} has {size} bytes; asked for {length} from {offset} on")
+    if not any(length for _, length in ranges):
+        raise InvalidIdError(f"no bytes of {one} were asked for")
