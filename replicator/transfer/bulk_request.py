@@ -43,9 +43,16 @@ class RangeRequest:
     progress_timeout_s: float
 
     def encode(self) -> tuple[h11.Connection, bytes]:
-        """The state to parse the response with, and the bytes of the request."""
+        """The state to parse the response with, and the bytes of the request.
+
+        Raises:
+            TicketError: the ticket cannot be part of a header.
+        """
         http = h11.Connection(h11.CLIENT, max_incomplete_event_size=bulk_http.MAX_HEAD_BYTES)
-        request = bulk_http.range_request(self.host, self.ticket, self.object, self.offset, self.length)
+        try:
+            request = bulk_http.range_request(self.host, self.ticket, self.object, self.offset, self.length)
+        except (h11.LocalProtocolError, UnicodeEncodeError) as error:
+            raise TicketError(f"the ticket is not one: {error}") from None
         head, end = http.send(request), http.send(h11.EndOfMessage())
         return http, (head or b"") + (end or b"")
 

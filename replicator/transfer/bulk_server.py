@@ -104,16 +104,16 @@ class BulkServer:
         weakref.finalize(self, os.close, self._wake)  # not before the last thread that could still write to it
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
+        self._address: tuple[str, int] | None = None
         self._accepting = False
         self._thread = threading.Thread(target=self._run, name="replicator-bulk-server", daemon=True)
         self._pool = ThreadPoolExecutor(self._limits.answers, thread_name_prefix="replicator-bulk-answer")
 
     @property
     def address(self) -> tuple[str, int]:
-        """(host, port) that it listens on, once started."""
-        assert self._listener is not None, "start() comes first"
-        host, port = self._listener.getsockname()[:2]
-        return host, port
+        """(host, port) that it listens on (or did), once started."""
+        assert self._address is not None, "start() comes first"
+        return self._address
 
     def start(self) -> None:
         """Listen, and serve from now on.
@@ -131,6 +131,7 @@ class BulkServer:
                 f"cannot listen on {self._host} port {self._port} for the bulk lane: {error.strerror or error}; "
                 "choose another bind address or bulk_port (0 takes a free one)"
             ) from None
+        self._address = self._listener.getsockname()[:2]
         self._listener.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._accept_again()

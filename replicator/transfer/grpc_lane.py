@@ -16,8 +16,8 @@ import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from replicator.errors import (
+    DeadlineExceededError,
     InvalidIdError,
-    ObjectNotFoundError,
     PeerUnavailableError,
     ReplicatorError,
     TransferError,
@@ -131,9 +131,9 @@ def _meaning(
     if isinstance(meaning, PeerUnavailableError):
         # A connection that broke on the way is not one that could not be made.
         return TransferError(f"after {size} of {length} bytes: {meaning}") if size else meaning
-    if isinstance(meaning, ObjectNotFoundError | TransferError):
-        return type(meaning)(f"{whom}: {meaning}")
-    return TransferError(f"{whom}: {meaning}")
+    if type(meaning) is ReplicatorError or isinstance(meaning, DeadlineExceededError):
+        return TransferError(f"{whom}: {meaning}")
+    return type(meaning)(f"{whom}: {meaning}")
 
 
 class _Filler:

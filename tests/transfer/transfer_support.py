@@ -287,15 +287,19 @@ class Relay:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
+    def hang_up(self) -> None:
+        """Cut the connections that are there."""
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._closed.set()
         # Closing alone does not wake an accept.
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self.hang_up()
         for thread in self._threads:
             thread.join(10)
         for sock in self._sockets:
