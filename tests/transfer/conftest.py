@@ -6,9 +6,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from transfer_support import Peer, PeerProcess, open_lanes
 
 from replicator.transfer.lane import Lane
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # What replaces it is not there in every version that the project allows, and would be for all directories.
+    config.addinivalue_line("filterwarnings", 'ignore:Overriding the "event_loop_policy" fixture')
+
+
+@pytest.fixture(scope="session")
+def event_loop_policy() -> uvloop.EventLoopPolicy:
+    """The event loop that agents run."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture

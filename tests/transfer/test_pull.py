@@ -190,3 +190,7 @@ async def test_object_not_found_is_not_asked_again(lanes: Lanes, peer: Peer) -> 
     with pytest.raises(TransferError, match="node-a: not here"):
         await pull(info, [PullSource("node-a", open_it)], memoryview(bytearray(10)), lanes=lanes, policy=PullPolicy())
     assert asked == 1
+
+
+async def test_these_tests_run_on_the_loop_of_the_agent() -> None:
+    assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
