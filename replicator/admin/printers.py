@@ -15,7 +15,6 @@ from replicator.admin.views import SCHEMA_VERSION, View
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PIPE_WIDTH = 10_000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -48,43 +47,60 @@ class Printer:
 
 
 class Page:
-    """Text for people on stdout: with frames on a terminal, plain and unwrapped in a pipe."""
+    """Text for people on stdout: with frames on a terminal, plain rows and no line breaks in a pipe."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        self._is_terminal = sys.stdout.isatty()
-        self._console: Console = Console(
-            markup=False, highlight=False, emoji=False, width=None if self._is_terminal else _PIPE_WIDTH
-        )
+        self._console = _console() if sys.stdout.isatty() else None
 
     def line(self, text: str, style: str = "") -> None:
-        self._console.print(clean(text), style=style or None, soft_wrap=True)
+        self._put(clean(text), style)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table; a column whose name ends in '>' is aligned to the right."""
+        heads = [column.rstrip(">") for column in columns]
+        right = [column.endswith(">") for column in columns]
+        cells = [[clean(cell) for cell in row] for row in rows]
+        if self._console is None:
+            _plain_table([heads, *cells], right)
+            return
         from rich import box
         from rich.table import Table
 
-        table = Table(
-            title=clean(title) or None,
-            title_justify="left",
-            box=box.ROUNDED if self._is_terminal else None,
-            pad_edge=self._is_terminal,
-        )
-        for column in columns:
-            right = column.endswith(">")
-            table.add_column(column.rstrip(">"), justify="right" if right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(clean(cell) for cell in row))
+        table = Table(box=box.ROUNDED)
+        for head, is_right in zip(heads, right, strict=True):
+            table.add_column(head, justify="right" if is_right else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*row)
         self._console.print(table)
 
-    def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
+    def facts(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Names and values, one pair a line."""
-        items = list(pairs)
-        width = max((len(name) for name, _ in items), default=0)
-        for name, value in items:
-            self.line(f"{name:<{width}}  {value}")
+        width = max(len(name) for name, _ in pairs)
+        for name, value in pairs:
+            self._put(f"{name:<{width}}  {clean(value)}", "")
+
+    def _put(self, text: str, style: str) -> None:
+        if self._console is None:
+            print(text)
+        else:
+            self._console.print(text, style=style or None, soft_wrap=True)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def _plain_table(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        print(
+            "  ".join(
+                f"{cell:>{width}}" if is_right else f"{cell:<{width}}" for cell, width, is_right in cells
+            ).rstrip()
+        )
 
 
 def clean(text: str) -> str:

@@ -100,7 +100,8 @@ class Lookup:
         if decision.version is not None:
             plan.container.CopyFrom(version_to_pb(decision.version))
             plan.world_size = manifests[decision.version].world_size
-            self._retention.note_recoverable(decision.version)
+            if step is None:
+                self._retention.note_recoverable(decision.version)
             if epoch:
                 await self._keep_manifest(decision.version, data)
         log.info("recovery lookup", extra={"job": job, "epoch": epoch, "found": plan.found, "reason": plan.reason})
@@ -179,8 +180,10 @@ class _Round:
         return inventories, manifests, data
 
     def unanswered(self) -> list[Unanswered]:
-        """Who was asked in vain, sorted; a node that answered at another address is not among them."""
+        """Who was asked in vain, sorted, each once; a node that answered at another address is not among them."""
         silent = [who for who in self._silent.values() if who.node_id not in self._answers]
+        named = {who.grpc_address for who in silent if who.node_id}
+        silent = [who for who in silent if who.node_id or who.grpc_address not in named]
         return sorted(silent, key=lambda who: (who.node_id, who.grpc_address))
 
     def _known(self) -> Iterable[NodeAddress]:

@@ -90,11 +90,11 @@ class Evidence:
             tuple(map(tuple, holders)),
         )
 
-    def silent(self) -> str:
+    def silent(self, *, with_reasons: bool = False) -> str:
         """A clause about nodes that did not answer, or an empty string."""
         if not self.unanswered:
             return ""
-        return f"no answer came from {listed([str(who) for who in self.unanswered])}"
+        return f"no answer came from {listed([str(who) if with_reasons else who.name for who in self.unanswered])}"
 
     def _why_no_manifest(
         self, manifest: Manifest | None, manifest_on: Sequence[str], objects: int, holding: Sequence[str]

@@ -109,7 +109,8 @@ def _why_chosen(found: Assessment, evidence: Evidence, step: int | None, rejecte
         names = [describe(item.version) for item in rejected]
         sentences.append(f"{counted(len(names), 'newer attempt')} cannot be restored: {listed(names)}.")
     if evidence.unanswered:
-        sentences.append(f"{sentence(evidence.silent())}; a newer checkpoint that only they hold would not be seen.")
+        silent = sentence(evidence.silent(with_reasons=True))
+        sentences.append(f"{silent}; a newer checkpoint that only they hold would not be seen.")
     return " ".join(sentences)
 
 
@@ -124,6 +125,6 @@ def _why_none(evidence: Evidence, step: int | None, jobs: Sequence[str], rejecte
         text += f": nothing of {what} is held by the {counted(len(evidence.nodes), 'node')} that answered."
     else:
         text += ": no node answered."
-    if evidence.unanswered and not (rejected and evidence.silent() in rejected[0].reason):
-        text += f" {sentence(evidence.silent())}, where checkpoints may be."
+    if evidence.unanswered:
+        text += f" {sentence(evidence.silent(with_reasons=True))}, where checkpoints may be."
     return text

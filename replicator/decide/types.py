@@ -94,9 +94,12 @@ class Unanswered:
     grpc_address: str
     reason: str
 
+    @property
+    def name(self) -> str:
+        return self.node_id or self.grpc_address or "an unnamed node"
+
     def __str__(self) -> str:
-        who = self.node_id or self.grpc_address or "an unnamed node"
-        return f"{who} ({self.reason})" if self.reason else who
+        return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
 @dataclass(frozen=True, slots=True)

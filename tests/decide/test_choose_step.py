@@ -140,7 +140,8 @@ def test_silent_nodes_are_named_where_they_may_hold_what_is_missing() -> None:
     assert decision.reason == (
         "No checkpoint of job train-1 can be restored; the only attempt is step 20 (epoch 1, attempt 0). "
         "1 of its 2 objects has no matching copy on any node that answered: b (written by n2); "
-        "no answer came from 10.0.0.3:7070, n2 (no answer in 5.0 s), where copies may be."
+        "no answer came from 10.0.0.3:7070, n2, where copies may be. "
+        "No answer came from 10.0.0.3:7070, n2 (no answer in 5.0 s), where checkpoints may be."
     )
 
 
