@@ -144,8 +144,8 @@ class Jobs:
     ) -> int:
         """The epoch of a new incarnation: one more than the highest that this node or any other that answers knows.
 
-        Asks `members`, the addresses `peers`, and whoever is remembered of the job. Nodes that do not
-        answer are passed over: a lost node must not keep the job from starting. Those that are only remembered get
+        Asks `members` (none given: those of the last epoch), the addresses `peers`, and whoever is remembered of
+        the job. Nodes that do not answer are passed over: a lost node must not keep the job from starting. Those that are only remembered get
         a quarter of the time, for they are often dead.
 
         Raises:
@@ -154,10 +154,11 @@ class Jobs:
         validate_job(job)
         async with self._opening.setdefault(job, asyncio.Lock()):
             asked: dict[str, tuple[NodeAddress | None, float]] = {}
+            current = members or self.members(job)
             for node in self.everyone(job):
                 asked[node.grpc_address] = (node, deadline_s / 4)
             asked.update(dict.fromkeys(peers, (None, deadline_s)))
-            asked.update({node.grpc_address: (node, deadline_s) for node in members})
+            asked.update({node.grpc_address: (node, deadline_s) for node in current})
             asked.pop(self._address.grpc_address, None)
             answers = await asyncio.gather(
                 *(self._ask(ask, job, address, node, limit) for address, (node, limit) in asked.items())
