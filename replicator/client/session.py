@@ -120,6 +120,7 @@ class Session:
         Raises:
             StaleEpochError: a newer incarnation of the job exists.
         """
+        self.agent.check()
         with self._lock:
             version = self._begin(container)
             self._generation = version.generation
@@ -145,6 +146,7 @@ class Session:
 
         Generations only grow, so one that this rank has not used yet is the one of now.
         """
+        self.agent.check()
         with self._lock:
             generation = told.generation
             if generation <= self._generation:
