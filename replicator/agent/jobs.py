@@ -145,8 +145,8 @@ class Jobs:
         """The epoch of a new incarnation: one more than the highest that this node or any other that answers knows.
 
         Asks `members` (none given: those of the last epoch), the addresses `peers`, and whoever is remembered of
-        the job. Nodes that do not answer are passed over: a lost node must not keep the job from starting. Those that are only remembered get
-        a quarter of the time, for they are often dead.
+        the job. Nodes that do not answer are passed over: a lost node must not keep the job from starting. Those
+        that are only remembered get a quarter of the time, for they are often dead.
 
         Raises:
             InvalidIdError, StoreError: the job's name cannot be one, or the epoch could not be persisted.

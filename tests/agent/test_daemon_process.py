@@ -246,3 +246,27 @@ def test_trainers_are_counted(shm_root: Path) -> None:
         assert status_of(target).clients == 1
         one.kill()
         wait_until(lambda: status_of(target).clients == 0, "the dead trainer is noticed")
+
+
+def test_agents_with_tls_speak_to_each_other_only(shm_root: Path, certificates: Path) -> None:
+    """Mutual TLS: no bulk lane in the clear, and no call without a certificate of the authority."""
+    files = {
+        name: str(certificates / file) for name, file in (("ca", "ca.pem"), ("cert", "node.pem"), ("key", "node.key"))
+    }
+    flags = [word for name, file in files.items() for word in (f"--tls-{name}", file)]
+    with (
+        running_agent(shm_root / "n1", "--node-id", "n1", *flags) as first,
+        running_agent(shm_root / "n2", "--node-id", "n2", *flags, "--peers", first.record["grpc_address"]) as second,
+        trainer(shm_root / "n2") as rank,
+    ):
+        assert first.record["bulk_address"] == ""
+        rank.attach(second)
+        request = {"job": "job", "epoch": 1, "members": [], "replicas": 1}
+        assert rank.do("call", method="JoinJob", request=request) == {"buddy_node_ids": ["n1"]}
+        with pytest.raises(grpc.RpcError) as caught:
+            status_of(first.record["grpc_address"])
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        credentials = grpc.ssl_channel_credentials(*(Path(files[name]).read_bytes() for name in ("ca", "key", "cert")))
+        with grpc.secure_channel(first.record["grpc_address"], credentials) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            assert stub.Status(admin_pb2.StatusRequest(), timeout=10).node.identity.node_id == "n1"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import os
 import socket
 import stat
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from replicator import rpc_options
@@ -122,32 +123,38 @@ def test_keepalive_of_clients_is_tolerated_by_servers() -> None:
     assert servers["grpc.http2.max_pings_without_data"] == clients["grpc.http2.max_pings_without_data"] == 0
 
 
+async def test_idle_connection_with_keepalive_stays_up() -> None:
+    """F30, ten times as fast: the control, a server with gRPC's own limits, sends its client away."""
+    fast = {"grpc.keepalive_time_ms": 1000, "grpc.http2.min_ping_interval_without_data_ms": 500}
+
+    def options(chosen: rpc_options.Options) -> list[tuple[str, int | str]]:
+        return [(name, fast.get(name, value)) for name, value in chosen]
+
+    stock = [item for item in rpc_options.server_options() if "ping" not in item[0] and "keepalive" not in item[0]]
+    calls = []
+    async with contextlib.AsyncExitStack() as stack:
+        for chosen in (options(rpc_options.server_options()), stock):
+            server = grpc.aio.server(options=chosen)
+            health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # type: ignore[attr-defined]
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options(rpc_options.channel_options()))
+            await stack.enter_async_context(channel)
+            call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await call.read()).status == SERVING
+            calls.append(call)
+        ours, control = calls
+        async with asyncio.timeout(30):
+            assert await control.code() == grpc.StatusCode.UNAVAILABLE
+        assert "ping" in (await control.details()).lower()
+        assert not ours.done()
+
+
 def test_message_limits_are_grpc_defaults() -> None:
     """F28: nothing may depend on messages above 4 MiB."""
     for options in (rpc_options.channel_options(), rpc_options.server_options()):
         assert not [name for name, _ in options if "message_length" in name]
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority (ca), a certificate of it (node), and one of another authority (other)."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    (folder / "ext").write_text("subjectAltName=IP:127.0.0.1")
-    for authority, leaf in (("ca", "node"), ("other-ca", "other")):
-        openssl(
-            "req", "-x509", *key, "-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem"
-        )
-        openssl("req", *key[:-2], "-subj", f"/CN={leaf}", "-keyout", f"{leaf}.key", "-out", f"{leaf}.csr")
-        openssl(
-            *("x509", "-req", "-in", f"{leaf}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key"),
-            *("-CAcreateserial", "-days", "2", "-extfile", "ext", "-out", f"{leaf}.pem"),
-        )
-    return folder
 
 
 def tls_config(folder: Path, leaf: str = "node") -> AgentConfig:

@@ -16,10 +16,10 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 import grpc
 from google.protobuf import json_format
-from replicator.store.client_lock import ClientLock
-from replicator.store.paths import open_root
 
 from replicator.rpc_options import channel_options
+from replicator.store.client_lock import ClientLock
+from replicator.store.paths import open_root
 from replicator.v1 import local_pb2, types_pb2
 
 
