@@ -42,24 +42,13 @@ SenderOf = Callable[[ObjectVersion], types_pb2.Sender]
 
 
 class GrpcLane:
-    """See `Lane`. Used in one event loop; the channels belong to whoever gives them.
-
-    Args:
-        metadata: of every call to a node, beside gRPC's own.
-    """
+    """See `Lane`. Used in one event loop; the channels belong to whoever gives them."""
 
     name = "grpc"
 
-    def __init__(
-        self,
-        channel_of: ChannelOf,
-        sender_of: SenderOf,
-        *,
-        metadata: Callable[[NodeAddress], tuple[tuple[str, str], ...]] = lambda node: (),
-    ) -> None:
+    def __init__(self, channel_of: ChannelOf, sender_of: SenderOf) -> None:
         self._channel_of = channel_of
         self._sender_of = sender_of
-        self._metadata = metadata
 
     async def fetch(
         self,
@@ -92,7 +81,7 @@ class GrpcLane:
             request = data_pb2.ReadRequest(
                 sender=self._sender_of(object), object=object_to_pb(object), offset_bytes=offset, length_bytes=length
             )
-            call = read(request, metadata=self._metadata(source.node))
+            call = read(request)
             while True:
                 async with asyncio.timeout(progress_timeout_s):
                     chunk: bytes = await call.read()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[int], None]
 """Called with the bytes that are here, of those that the pull is to bring. Never less than before."""
+OnBadBlock = Callable[[str, int], None]
+"""Called with the node id and the number of a block that does not match its checksum there, when it is found."""
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ async def pull(
     policy: PullPolicy,
     blocks: Sequence[int] | None = None,
     on_progress: OnProgress | None = None,
+    on_bad_block: OnBadBlock | None = None,
 ) -> PullReport:
     """Bring an object, or some blocks of it, into `target`.
 
@@ -119,6 +122,7 @@ async def pull(
         target: exactly as long as what is to be brought. Blocks lie in it one after the other.
         lanes: by name.
         blocks: numbers of the blocks to bring, ascending; None: all.
+        on_progress, on_bad_block: called in the event loop; they must not raise.
 
     Raises:
         ValueError: `target`, `blocks` or `info` contradict each other.
@@ -126,7 +130,7 @@ async def pull(
         TransferStalledError: the same, when every one of them was silent.
         CorruptObjectError: the same, when what stopped the last one was a checksum.
     """
-    return await _Pull(info, target, lanes, policy, blocks, on_progress).run(sources)
+    return await _Pull(info, target, lanes, policy, blocks, on_progress, on_bad_block).run(sources)
 
 
 class _Pull:
@@ -140,6 +144,7 @@ class _Pull:
         policy: PullPolicy,
         blocks: Sequence[int] | None,
         on_progress: OnProgress | None,
+        on_bad_block: OnBadBlock | None,
     ) -> None:
         count = block_count(info.size, info.block_size)
         if len(info.block_crcs) != count:
@@ -154,6 +159,7 @@ class _Pull:
         self._lanes = lanes
         self._policy = policy
         self._on_progress = on_progress
+        self._on_bad_block = on_bad_block
         self._position = {block: place * info.block_size for place, block in enumerate(wanted)}
         self._missing = set(wanted)
         self._size = sum(self._length(block) for block in wanted)
@@ -227,6 +233,10 @@ class _Pull:
             shown = ", ".join(str(block) for block in sorted(bad_here)[:8])
             more = f" and {len(bad_here) - 8} more" if len(bad_here) > 8 else ""
             raise CorruptObjectError(f"its blocks {shown}{more} do not match their checksums")
+        if self._missing:
+            raise TransferError(
+                f"the {lane.name} lane ended without {len(self._missing)} of the blocks it was to bring"
+            )
 
     async def _open(self, source: PullSource) -> Source:
         timeout_s = self._policy.progress_timeout_s
@@ -277,6 +287,8 @@ class _Pull:
                     bad_here.add(number)
                     self._bad.append((source.node_id, number))
                     log.warning("block %d of %s does not match its checksum on %s", number, info.object, source.node_id)
+                    if self._on_bad_block is not None:
+                        self._on_bad_block(source.node_id, number)
 
         def on_bytes(count: int) -> None:
             nonlocal arrived

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_support import BLOCK, Peer, eventually, node_address, open_lanes, policy_for, some_bytes
+from transfer_support import BLOCK, Peer, eventually, fetch, node_address, open_lanes, policy_for, some_bytes
 
 from replicator.errors import (
     ConfigError,
@@ -30,29 +30,6 @@ from replicator.transfer.pull import PullPolicy, PullReport, PullSource, pull
 Lanes = dict[str, Lane]
 MakePeer = Callable[[str], Awaitable[Peer]]
 DATA = some_bytes(3 * BLOCK + 5)
-
-
-async def fetch(lane: Lane, source: Source, info: ObjectInfo, timeout_s: float = 5.0) -> bytes:
-    target = bytearray(info.size)
-    found: dict[int, int] = {}
-
-    def on_blocks(first: int, crcs: object) -> None:
-        assert isinstance(crcs, list)
-        found.update(enumerate(crcs, first))
-
-    await lane.fetch(
-        source,
-        info.object,
-        0,
-        info.size,
-        memoryview(target),
-        block_size=info.block_size,
-        progress_timeout_s=timeout_s,
-        on_bytes=lambda count: None,
-        on_blocks=on_blocks,
-    )
-    assert [found[block] for block in sorted(found)] == list(info.block_crcs)
-    return bytes(target)
 
 
 async def pull_all(lanes: Lanes, sources: list[PullSource], info: ObjectInfo, policy: PullPolicy) -> PullReport:

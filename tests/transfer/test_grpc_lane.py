@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from transfer_support import BLOCK, Peer, eventually, some_bytes
+from transfer_support import Peer, eventually, fetch, some_bytes
 
 from replicator.errors import InvalidIdError, ReplicatorError, StaleEpochError, TransferError
 from replicator.ids import NodeIdentity
@@ -77,17 +77,7 @@ async def test_what_the_other_side_raises_keeps_its_type(lanes: dict[str, Lane],
     source = peer.source(info.object)
     other = type(source)(type(source.node)(source.node.identity, address))
     with pytest.raises(StaleEpochError, match=r"node node-a \(grpc lane.*epoch 3 is over"):
-        await lanes["grpc"].fetch(
-            other,
-            info.object,
-            0,
-            info.size,
-            memoryview(bytearray(info.size)),
-            block_size=BLOCK,
-            progress_timeout_s=5,
-            on_bytes=lambda count: None,
-            on_blocks=lambda first, crcs: None,
-        )
+        await fetch(lanes["grpc"], other, info)
     await server.stop(None)
 
 
@@ -149,14 +139,4 @@ async def test_the_channel_cannot_be_had(peer: Peer) -> None:
 
     lane = GrpcLane(never, lambda one: sender_to_pb(Sender(NodeIdentity("tester", 1))))
     with pytest.raises(ReplicatorError, match=r"no byte for 0\.2 s, after 0 of"):
-        await lane.fetch(
-            peer.source(info.object),
-            info.object,
-            0,
-            info.size,
-            memoryview(bytearray(info.size)),
-            block_size=BLOCK,
-            progress_timeout_s=0.2,
-            on_bytes=lambda count: None,
-            on_blocks=lambda first, crcs: None,
-        )
+        await fetch(lane, peer.source(info.object), info, timeout_s=0.2)

@@ -20,6 +20,7 @@ from transfer_support import (
     PeerProcess,
     Relay,
     eventually,
+    fetch,
     flip_bit,
     open_lanes,
     place,
@@ -246,11 +247,13 @@ async def test_flipped_bit_at_one_source(lane: str, lanes: Lanes, make_peer: Mak
 
 
 async def test_the_same_block_is_bad_everywhere(lane: str, lanes: Lanes, make_peer: MakePeer) -> None:
+    """Each bad block is told as it is found, so that who gave it is known although the pull fails."""
     data = some_bytes(3 * BLOCK)
     peers = [await make_peer("node-a"), await make_peer("node-b")]
     for one in peers:
         info = one.add("object", data)
         flip_bit(one.path(info), BLOCK)
+    told: list[tuple[str, int]] = []
     with pytest.raises(CorruptObjectError, match=r"node-a: its blocks 1 do not.*node-b: its blocks 1 do not"):
         await pull(
             info,
@@ -258,7 +261,9 @@ async def test_the_same_block_is_bad_everywhere(lane: str, lanes: Lanes, make_pe
             memoryview(bytearray(len(data))),
             lanes=lanes,
             policy=policy_for(lane),
+            on_bad_block=lambda node_id, block: told.append((node_id, block)),
         )
+    assert told == [("node-a", 1), ("node-b", 1)]
 
 
 async def test_a_cut_file_is_an_error_and_not_zeros(lane: str, lanes: Lanes, peer: Peer) -> None:
@@ -277,17 +282,7 @@ async def test_object_that_is_not_there(lane: str, lanes: Lanes, peer: Peer) -> 
     peer.path(info).unlink()
     source = peer.source(info.object)
     with pytest.raises(ObjectNotFoundError, match="node-a"):
-        await lanes[lane].fetch(
-            source,
-            info.object,
-            0,
-            10,
-            memoryview(bytearray(10)),
-            block_size=BLOCK,
-            progress_timeout_s=5,
-            on_bytes=lambda count: None,
-            on_blocks=lambda first, crcs: None,
-        )
+        await fetch(lanes[lane], source, info)
     with pytest.raises(TransferError, match=r"node-a: .*does not hold"):
         await pull(info, [peer.pull_source(info)], memoryview(bytearray(10)), lanes=lanes, policy=policy_for(lane))
 
@@ -297,17 +292,7 @@ async def test_nobody_listens(lane: str, lanes: Lanes, peer: Peer) -> None:
     source = peer.source(info.object)
     await peer.stop()
     with pytest.raises(PeerUnavailableError, match="node-a"):
-        await lanes[lane].fetch(
-            source,
-            info.object,
-            0,
-            10,
-            memoryview(bytearray(10)),
-            block_size=BLOCK,
-            progress_timeout_s=5,
-            on_bytes=lambda count: None,
-            on_blocks=lambda first, crcs: None,
-        )
+        await fetch(lanes[lane], source, info)
 
 
 async def test_no_source(lane: str, lanes: Lanes, peer: Peer) -> None:

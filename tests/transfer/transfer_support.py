@@ -341,6 +341,25 @@ class Mute:
         self._server.close()
 
 
+async def fetch(lane: Lane, source: Source, info: ObjectInfo, timeout_s: float = 5.0) -> bytes:
+    """A whole object over one lane, without the pull around it; what the lane says of its blocks is checked."""
+    target = bytearray(info.size)
+    found: dict[int, int] = {}
+    await lane.fetch(
+        source,
+        info.object,
+        0,
+        info.size,
+        memoryview(target),
+        block_size=info.block_size,
+        progress_timeout_s=timeout_s,
+        on_bytes=lambda count: None,
+        on_blocks=lambda first, crcs: found.update(enumerate(crcs, first)),
+    )
+    assert [found[block] for block in sorted(found)] == list(info.block_crcs)
+    return bytes(target)
+
+
 def policy_for(lane: str, progress_timeout_s: float = 30.0) -> PullPolicy:
     return PullPolicy(progress_timeout_s=progress_timeout_s, lane=lane)
 
