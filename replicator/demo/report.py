@@ -16,6 +16,7 @@ from rich.text import Text
 from replicator.admin.views import SCHEMA_VERSION
 from replicator.demo.processes import tail
 
+_PIPE_WIDTH = 120
 _STYLES = {"good": "green", "bad": "bold red", "loud": "bold yellow", "plain": ""}
 
 
@@ -45,6 +46,7 @@ class Result:
     objects_in_checkpoint: int = 0
     checkpoint_bytes: int = 0
     objects_pulled: int = 0
+    objects_pulled_by_replacement: int = 0
     bytes_pulled: int = 0
     recovery_seconds: float | None = None
     downtime_seconds: float | None = None
@@ -65,6 +67,8 @@ class Report:
 
     def __init__(self, output: TextIO | None = None) -> None:
         self._console = Console(file=output, highlight=False, soft_wrap=True)
+        if not self._console.is_terminal:
+            self._console.width = _PIPE_WIDTH
         self._started = time.monotonic()
 
     @property
@@ -116,9 +120,9 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         ("recovered step", f"{result.recovered_step} of {result.steps}"),
         ("source", f"{result.source} ({', '.join(result.source_nodes) or 'none'}; {', '.join(result.lanes) or '-'})"),
         (
-            "pulled",
-            f"{result.objects_pulled} of {result.objects_in_checkpoint} objects, "
-            f"{result.bytes_pulled / 1e6:.1f} of {result.checkpoint_bytes / 1e6:.1f} MB",
+            "pulled from them",
+            f"{result.bytes_pulled / 1e6:.1f} MB in {result.objects_pulled} objects, {result.objects_pulled_by_replacement} "
+            f"of them by {result.replacement_node}; the checkpoint has {result.objects_in_checkpoint}",
         ),
         ("lookup, pull and load", seconds),
         ("from loss to next step", f"{downtime}, of which most is starting Python and PyTorch again"),

@@ -11,11 +11,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import replicator
 from replicator.checkpoint import ReplicatedStorageReader, ReplicatedStorageWriter
+from replicator.checkpoint.fetch import Pulled
 from replicator.client.outstanding import CommitInfo
 from replicator.demo.events import Reporter
 from replicator.demo.training import Job
 
 LAST_SAVE_S = 60.0
+
+
+def _told(one: Pulled) -> dict[str, object]:
+    return {"name": one.name, "bytes": one.size, "source": one.source_node_id, "lane": one.lane, "whole": one.whole}
 
 
 class Saves:
@@ -43,6 +48,17 @@ class Saves:
         reader = ReplicatedStorageReader(self._session, plan=plan)
         load(state, storage_reader=reader)
         self._job.restore(state)
+        self._report.send(
+            "restored",
+            epoch=self.epoch,
+            step=self._job.step,
+            version=str(plan.version),
+            reason=plan.reason,
+            objects=len(plan.sources),
+            bytes=plan.size_bytes,
+            seconds=time.monotonic() - self._started,
+            pulled=[_told(one) for one in reader.pulled],
+        )
 
     def save(self) -> None:
         """Save the step that was just trained. Copies to the buddies and the commit go on while training does."""

@@ -150,8 +150,11 @@ class Scenario:
         )
         self._cluster.start_ranks(replacement, self._arguments("job"))
         everybody = self._options.nodes
-        self._wait("the recovery of every rank", lambda: bool(self._facts.first_recovery(everybody)))
-        recovery = self._facts.first_recovery(everybody)
+        facts = self._facts
+        self._wait("the recovery of every rank", lambda: bool(facts.first_recovery(everybody) or facts.finished))
+        recovery = facts.first_recovery(everybody)
+        if not recovery:
+            raise DemoError(f"the job began anew, although step {self._result.newest_recoverable_step} was recoverable")
         result = self._result
         steps = {event.fields["step"] for event in recovery}
         if len(steps) > 1:
@@ -162,7 +165,9 @@ class Scenario:
         result.plan_reason = first["reason"]
         result.objects_in_checkpoint = first["objects"]
         result.checkpoint_bytes = first["bytes"]
-        result.objects_pulled = len({(item["node"], item["name"]) for item in items})
+        moved = {(item["node"], item["name"]) for item in items}
+        result.objects_pulled = len(moved)
+        result.objects_pulled_by_replacement = sum(node == replacement.name for node, _ in moved)
         result.bytes_pulled = sum(item["bytes"] for item in items)
         result.source_nodes = sorted({item["source"] for item in items})
         result.lanes = sorted({item["lane"] for item in items if item["lane"]})
@@ -260,7 +265,7 @@ class Scenario:
                 self._resumed_at = event.at
             mean = mean_loss(self._facts.losses, fields["step"], self._options.nodes)
             every = self._options.save_every
-            if mean is not None and fields["step"] % every == 0 and fields["step"] == min(self._steps_reached()):
+            if mean is not None and fields["step"] % every == 0 and fields["step"] == min(self._reached()):
                 say("reference" if reference else "job", f"step {fields['step']:>3}  loss {mean:.4f}")
         elif event.kind == "plan" and event.rank == 0:
             what = f"step {fields['step']}" if fields["step"] is not None else "nothing to recover"
@@ -279,5 +284,6 @@ class Scenario:
             )
             say(event.node, f"rank {event.rank} restored step {fields['step']} in {fields['seconds']:.2f} s, {origin}")
 
-    def _steps_reached(self) -> list[int]:
-        return list(self._facts.reached.values())
+    def _reached(self) -> list[int]:
+        lost = {node.name for node in self._cluster.nodes if node.lost}
+        return [step for node, step in self._facts.reached.items() if node not in lost]
