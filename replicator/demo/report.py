@@ -121,8 +121,9 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         ("source", f"{result.source} ({', '.join(result.source_nodes) or 'none'}; {', '.join(result.lanes) or '-'})"),
         (
             "pulled from them",
-            f"{result.bytes_pulled / 1e6:.1f} MB in {result.objects_pulled} objects, {result.objects_pulled_by_replacement} "
-            f"of them by {result.replacement_node}; the checkpoint has {result.objects_in_checkpoint}",
+            f"{result.bytes_pulled / 1e6:.1f} MB in {result.objects_pulled} objects, "
+            f"{result.objects_pulled_by_replacement} of them by {result.replacement_node}; "
+            f"the checkpoint has {result.objects_in_checkpoint}",
         ),
         ("lookup, pull and load", seconds),
         ("from loss to next step", f"{downtime}, of which most is starting Python and PyTorch again"),
