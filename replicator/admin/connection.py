@@ -51,10 +51,14 @@ class Target:
 def resolve_target(agent: str | None, root: str | None) -> Target:
     """The agent of `--agent`, else the one that published itself in `<root>/agent.json`.
 
+    Without either, REPLICATOR_SOCKET, REPLICATOR_ROOT or the default root say where, as they do for the trainer.
+
     Raises:
         ConfigError: `agent` is neither host:port nor unix:PATH.
         AgentUnavailableError: no agent published itself in the root.
     """
+    if agent is None and root is None and os.environ.get("REPLICATOR_SOCKET"):
+        agent = "unix:" + os.environ["REPLICATOR_SOCKET"]
     if agent is None:
         return _published(Path(root or os.environ.get("REPLICATOR_ROOT") or default_root()))
     advice = "check the address and that the agent runs; replicator-admin nodes on another node lists all addresses"

@@ -36,7 +36,10 @@ def add_global_options(parser: argparse.ArgumentParser, *, for_command: bool, as
         return
     add("--agent", None, metavar="ADDRESS", help="host:port or unix:PATH of an agent; default: the one of --root")
     add(
-        "--root", None, metavar="DIR", help="store of the agent on this node; default: REPLICATOR_ROOT, else the user's"
+        "--root",
+        None,
+        metavar="DIR",
+        help="store of this node's agent; default: REPLICATOR_SOCKET's, REPLICATOR_ROOT, else the user's",
     )
     add(
         "--deadline",
