@@ -20,7 +20,8 @@ from replicator.v1 import local_pb2
 
 # Each has a stream open; the server takes twice as many calls at the same time (rpc_options.MAX_CONCURRENT_RPCS).
 MAX_CLIENTS = 512
-MAX_QUEUED_EVENTS = 4096
+# Twice what a client may wait for (client.outstanding.MAX_OBJECTS): all its outcomes at once are no overflow.
+MAX_QUEUED_EVENTS = 131_072
 POLL_S = 0.25
 _CLIENT_ID = re.compile(r"[0-9a-f]{32}")
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicator.agent import logs
 from replicator.config import AgentConfig
-from replicator.errors import ReplicatorError
+from replicator.errors import ReplicatorError, StoreRootError
 from replicator.ids import NodeAddress, NodeIdentity
 from replicator.version import version
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 # Of a stop: for calls under way, and after that for everything else.
 MAX_GRACE_S = 5.0
 _MAX_CLOSING_S = 10.0
+MAX_DESCRIPTORS = 65_536
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def run(config: AgentConfig) -> int:
     # What gRPC's core has to say is raised as an error and logged from here.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logs.configure(config.log_level, config.log_format, config.node_id)
+    _raise_descriptor_limit()
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -78,6 +81,15 @@ async def _serve(config: AgentConfig) -> int:
     for task in (waiting, ended):
         task.cancel()
     return agent.status
+
+
+def _raise_descriptor_limit() -> None:
+    """Peers, trainers and objects being served have a descriptor each; the usual soft limit of 1024 is for select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _give_up() -> None:
@@ -125,8 +137,10 @@ class Agent:
         agent._undo.callback(agent.store.close)
         try:
             await agent._build(began)
-        except BaseException:
+        except BaseException as error:
             await agent._undo.aclose()
+            if isinstance(error, OSError) and not isinstance(error, ReplicatorError):
+                raise StoreRootError(f"the agent cannot start with the root {paths.root}: {error}") from error
             raise
         return agent
 

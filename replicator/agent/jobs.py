@@ -109,10 +109,12 @@ class Jobs:
         return () if state is None else state.members + state.remembered
 
     def buddies(self, job: str) -> Buddies:
-        """Where this node's objects of the job are copied to. A job without members has none, with a note."""
-        members = self.members(job)
+        """Where this node's objects of the job are copied to; none, with a note, while it is no member of the job."""
         me = self._address.node_id
-        return buddies(me, [member.node_id for member in members] or [me], self.replicas(job))
+        members = [member.node_id for member in self.members(job)]
+        if me not in members:
+            return Buddies((), f"Node {me} is not a member of job {job}, so nothing of it is copied to other nodes.")
+        return buddies(me, members, self.replicas(job))
 
     def buddy_addresses(self, job: str) -> tuple[NodeAddress, ...]:
         """The addresses of `buddies(job)`, in the same order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -128,6 +129,30 @@ def test_root_in_use_by_another_agent(shm_root: Path) -> None:
         assert "another agent uses" in line
         assert health_of(f"unix:{agent.socket}") == health_pb2.HealthCheckResponse.SERVING
         assert agent.record["pid"] == agent.process.pid
+
+
+def test_root_with_something_in_the_way(shm_root: Path) -> None:
+    (shm_root / "segments").write_text("")
+    status, line = one_line_error(shm_root)
+    assert status == 5
+    assert str(shm_root) in line
+
+
+def test_soft_limit_of_descriptors_is_raised(shm_root: Path) -> None:
+    """A thousand nodes are a thousand connections; the soft limit that a shell gives is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        agent = AgentProcess(shm_root)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        agent.wait_ready()
+        limits = Path(f"/proc/{agent.process.pid}/limits").read_text()
+        found = next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3]
+        assert int(found) == (min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536)
+    finally:
+        agent.close()
 
 
 def test_taken_port(shm_root: Path) -> None:

@@ -177,6 +177,13 @@ def test_a_node_alone_has_no_buddies_and_a_note(disk: Disk) -> None:
     assert "single node" in found.note
 
 
+def test_a_node_that_was_renamed_has_no_buddies_and_a_note(disk: Disk) -> None:
+    disk.restart().join("job", 1, PAIR, 1)
+    found = disk.restart(node(9)).buddies("job")
+    assert found.node_ids == ()
+    assert "n9 is not a member" in found.note
+
+
 def test_joining_again_changes_nothing_and_keeps_what_was_learned(disk: Disk) -> None:
     jobs = disk.restart()
     jobs.join("job", 1, PAIR, 1)
