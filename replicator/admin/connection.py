@@ -70,7 +70,8 @@ def resolve_target(agent: str | None, root: str | None) -> Target:
     except ConfigError:
         raise ConfigError(f"--agent: expected host:port or unix:PATH, found {agent!r}") from None
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Target(f"dns:///{address}", f"the agent at {address}", advice)
+    tls_advice = f"{advice}; if it serves TLS, give --tls-ca, --tls-cert and --tls-key of its authority"
+    return Target(f"dns:///{address}", f"the agent at {address}", tls_advice)
 
 
 def _published(root: Path) -> Target:

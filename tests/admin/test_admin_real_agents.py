@@ -101,11 +101,11 @@ class Node:
         self.process.wait(20)
 
 
-def start(name: str, root: Path, peers: list[str], stack: ExitStack) -> Node:
+def start(name: str, root: Path, peers: list[str], stack: ExitStack, *flags: str) -> Node:
     command = [sys.executable, "-m", "replicator.agent", "--root", str(root), "--node-id", name, "--deadline-s", "5"]
     if peers:
         command += ["--peers", ",".join(peers)]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *flags], env=environment(), stderr=subprocess.PIPE, text=True)
 
     def end() -> None:
         if process.poll() is None:
@@ -321,6 +321,35 @@ def test_mute_node_costs_its_deadline_and_is_named(nodes: dict[str, Node], tmp_p
         assert tree(tmp_path / "out") == OBJECTS
     finally:
         nodes["n1"].process.send_signal(signal.SIGCONT)
+
+
+def test_agent_with_tls(shm_root: Path, tmp_path: Path) -> None:
+    """F39: over TCP both sides show a certificate; over the unix socket of the node nobody needs one."""
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=own"
+    for name in ("own", "other"):
+        names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run(["openssl", *request.split(), *names], cwd=tmp_path, check=True, capture_output=True)
+
+    def files(name: str) -> dict[str, str]:
+        return {"ca": str(tmp_path / "own.pem"), "cert": f"{tmp_path / name}.pem", "key": f"{tmp_path / name}.key"}
+
+    def flags(name: str) -> list[str]:
+        return [word for kind, file in files(name).items() for word in (f"--tls-{kind}", file)]
+
+    with ExitStack() as stack:
+        node = start("n1", shm_root / "n1", [], stack, *flags("own")).ready()
+        at = ["--agent", node.grpc_address, "--deadline", "5"]
+        assert admin("status", "--root", node.root).returncode == 0
+        assert admin("status", *at, *flags("own")).returncode == 0
+        environ = {f"REPLICATOR_TLS_{kind.upper()}": file for kind, file in files("own").items()}
+        assert admin("status", *at, **environ).returncode == 0
+        for wrong in ([], flags("other")):
+            done = admin("status", *at, *wrong)
+            assert done.returncode == 4
+            assert "if it serves TLS, give --tls-ca" in one_error_line(done)
+        done = admin("status", *at, *flags("missing"))
+        assert done.returncode == 2
+        assert "missing.pem" in one_error_line(done)
 
 
 TRAINER = """
