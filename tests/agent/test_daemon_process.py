@@ -16,6 +16,7 @@ import pytest
 from agent_harness import AgentProcess, environment, running_agent, trainer, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from replicator.store.paths import open_root
 from replicator.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -207,15 +208,23 @@ def test_root_on_a_disk_is_allowed_with_a_warning(tmp_path: Path) -> None:
 
 def test_idle_agent_ends_once_no_trainer_lives(shm_root: Path) -> None:
     """An agent that a job started for itself does not outlive the job for ever; a trainer keeps it."""
-    with running_agent(shm_root, "--idle-exit-s", "1.5") as agent, trainer(shm_root) as one:
-        one.attach(agent)
-        one.do("detach")
-        with pytest.raises(subprocess.TimeoutExpired):
-            agent.process.wait(2.5)
-        one.kill()
-        agent.wait_log("the agent ends")
-        assert agent.wait() == 0
-        assert not (shm_root / "agent.json").exists()
+    open_root(shm_root, create=True)
+    with trainer(shm_root) as one:
+        # Before the agent starts: it must not be idle however long the trainer takes.
+        one.do("hold")
+        agent = AgentProcess(shm_root, "--idle-exit-s", "0.5")
+        try:
+            agent.wait_ready()
+            one.do("attach", socket=agent.socket)
+            one.do("detach")
+            with pytest.raises(subprocess.TimeoutExpired):
+                agent.process.wait(1.2)
+            one.kill()
+            agent.wait_log("the agent ends")
+            assert agent.wait() == 0
+            assert not (shm_root / "agent.json").exists()
+        finally:
+            agent.close()
 
 
 def test_second_signal_does_not_wait_for_calls(shm_root: Path) -> None:

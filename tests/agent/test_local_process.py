@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +30,28 @@ def agent(shm_root: Path) -> Iterator[AgentProcess]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[AgentProcess]:
+    """An agent for the tests that leave it alone; each uses objects of its own (`one_object`)."""
+    root = Path(tempfile.mkdtemp(prefix="replicator-test-", dir="/dev/shm"))
+    try:
+        with running_agent(root, "--node-id", "n1", "--budget-bytes", "256Mi") as process:
+            yield process
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
 def usage(agent: AgentProcess) -> admin_pb2.StatusReply:
     with grpc.insecure_channel(f"unix:{agent.socket}") as channel:
         return admin_pb2_grpc.AdminServiceStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
 
 
-def one_object(name: str = "shard", epoch: int = 1, attempt: int = 1, step: int = 0) -> ObjectVersion:
-    return ContainerVersion(CheckpointContainerId("job", step), make_generation(epoch, attempt)).object(name)
+_steps = itertools.count()
+
+
+def one_object() -> ObjectVersion:
+    """Another one at each call."""
+    return ContainerVersion(CheckpointContainerId("job", next(_steps)), make_generation(1, 1)).object("shard")
 
 
 def write(
@@ -72,7 +90,8 @@ def test_killed_trainer_leaves_nothing_reserved_and_keeps_what_it_sealed(agent: 
         one.attach(agent)
         sealed, open_ = one.reserve(2 * MIB), one.reserve(3 * MIB)
         data = bytes(range(256)) * 1000
-        request = write(agent.root, sealed["segment"], one.client_id, one_object(), data)
+        target = one_object()
+        request = write(agent.root, sealed["segment"], one.client_id, target, data)
         one.do("call", method="Seal", request=request)
         assert usage(agent).reserved_bytes == int(open_["capacity_bytes"])
         one.kill()
@@ -80,7 +99,7 @@ def test_killed_trainer_leaves_nothing_reserved_and_keeps_what_it_sealed(agent: 
         found = usage(agent)
         assert (found.sealed_objects, found.clients) == (1, 0)
         assert found.free_segment_bytes == int(open_["capacity_bytes"])
-    with open_object(open_root(agent.root, create=False), one_object()) as reader:
+    with open_object(open_root(agent.root, create=False), target) as reader:
         reader.verify()
         assert bytes(reader.view) == data
 
@@ -139,31 +158,36 @@ def test_trainer_that_died_while_no_agent_was_there(shm_root: Path) -> None:
             assert usage(agent).reserved_bytes == 0
 
 
-def test_without_its_lock_a_process_gets_nothing(agent: AgentProcess) -> None:
-    with trainer(agent.root) as one, trainer(agent.root) as other:
-        other.attach(agent)
+def test_without_its_lock_a_process_gets_nothing(shared: AgentProcess) -> None:
+    with trainer(shared.root) as one, trainer(shared.root) as other:
+        other.attach(shared)
         request = {"client_id": one.client_id, "capacity_bytes": MIB, "job": "job", "epoch": 1}
         answer = other.ask("call", method="Reserve", request=request)
         assert answer["error"] == "StoreError"
         assert "lock file" in answer["message"]
-        assert usage(agent).reserved_bytes == 0
 
 
-@pytest.fixture
-def pair(agent: AgentProcess) -> Iterator[tuple[TrainerProcess, TrainerProcess]]:
-    with contextlib.ExitStack() as stack:
-        made = (stack.enter_context(trainer(agent.root)), stack.enter_context(trainer(agent.root)))
-        for one in made:
-            one.attach(agent)
+Pair = tuple[TrainerProcess, TrainerProcess]
+
+
+@contextlib.contextmanager
+def two_trainers(agent: AgentProcess) -> Iterator[Pair]:
+    with trainer(agent.root) as one, trainer(agent.root) as other:
+        for each in (one, other):
+            each.attach(agent)
+        yield one, other
+
+
+@pytest.fixture(scope="module")
+def pair(shared: AgentProcess) -> Iterator[Pair]:
+    with two_trainers(shared) as made:
         yield made
 
 
-def test_nobody_seals_or_releases_the_segment_of_another(
-    agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]
-) -> None:
+def test_nobody_seals_or_releases_the_segment_of_another(shared: AgentProcess, pair: Pair) -> None:
     mine, thief = pair
     reserved = mine.reserve()
-    request = write(agent.root, reserved["segment"], mine.client_id, one_object(), b"data")
+    request = write(shared.root, reserved["segment"], mine.client_id, one_object(), b"data")
     for method, stolen in (
         ("Seal", {**request, "client_id": thief.client_id}),
         ("Release", {"client_id": thief.client_id, "segment": reserved["segment"]}),
@@ -173,28 +197,29 @@ def test_nobody_seals_or_releases_the_segment_of_another(
     mine.do("call", method="Seal", request=request)
 
 
-def test_seal_and_release_may_be_repeated(agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]) -> None:
+def test_seal_and_release_may_be_repeated(shared: AgentProcess, pair: Pair) -> None:
     """A reply may be lost; asking again must find what the first call did."""
     one, _ = pair
+    before = usage(shared)
     first, second = one.reserve(), one.reserve()
-    request = write(agent.root, first["segment"], one.client_id, one_object(), b"data")
+    target = one_object()
+    request = write(shared.root, first["segment"], one.client_id, target, b"data")
     for _ in range(2):
         one.do("call", method="Seal", request=request)
         one.do("call", method="Release", request={"client_id": one.client_id, "segment": second["segment"]})
-    assert usage(agent).sealed_objects == 1
-    assert usage(agent).reserved_bytes == 0
+    assert usage(shared).sealed_objects == before.sealed_objects + 1
+    assert usage(shared).reserved_bytes == before.reserved_bytes
     third = one.reserve()
-    other = write(agent.root, third["segment"], one.client_id, one_object(), b"DATA")
+    other = write(shared.root, third["segment"], one.client_id, target, b"DATA")
     answer = one.ask("call", method="Seal", request=other)
     assert answer["error"] == "ObjectExistsError"
 
 
-def test_seal_refuses_what_is_not_in_the_segment(
-    agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]
-) -> None:
+def test_seal_refuses_what_is_not_in_the_segment(shared: AgentProcess, pair: Pair) -> None:
     one, _ = pair
+    before = usage(shared)
     reserved = one.reserve()
-    request = write(agent.root, reserved["segment"], one.client_id, one_object(), b"data")
+    request = write(shared.root, reserved["segment"], one.client_id, one_object(), b"data")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"crc32c": 1}, "CorruptObjectError"),
         ({"owner_node_id": "n2"}, "InvalidIdError"),
@@ -205,55 +230,56 @@ def test_seal_refuses_what_is_not_in_the_segment(
     for change, kind in wrong:
         answer = one.ask("call", method="Seal", request={**request, "descriptor": {**request["descriptor"], **change}})
         assert answer.get("error") == kind, (change, answer)
-    assert usage(agent).sealed_objects == 0
+    assert usage(shared).sealed_objects == before.sealed_objects
     one.do("call", method="Seal", request=request)
 
 
-def test_older_incarnation_can_neither_reserve_nor_seal(
-    agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]
-) -> None:
+def test_older_incarnation_can_neither_reserve_nor_seal(agent: AgentProcess) -> None:
     """F11: its segment was reserved before; what it publishes now could only confuse its successor."""
-    older, newer = pair
-    status = usage(agent)
-    member = {
-        "identity": {"node_id": "n1", "incarnation": status.node.identity.incarnation},
-        "grpc_address": status.node.grpc_address,
-    }
-    reserved = older.reserve(epoch=1)
-    request = write(agent.root, reserved["segment"], older.client_id, one_object(), b"data")
-    opened = newer.do("call", method="OpenJob", request={"job": "job", "members": [member]})
-    assert opened == {"epoch": "2"}
-    joined = newer.do("call", method="JoinJob", request={"job": "job", "epoch": 2, "members": [member], "replicas": 1})
-    assert "single node" in joined["note"]
-    refused = [
-        older.ask("call", method="Seal", request=request),
-        older.ask("call", method="Begin", request={"job": "job", "step": 1, "epoch": 1}),
-        older.ask(
-            "call",
-            method="Reserve",
-            request={"client_id": older.client_id, "capacity_bytes": MIB, "job": "job", "epoch": 1},
-        ),
-    ]
-    for answer in refused:
-        assert answer["error"] == "StaleEpochError", answer
-        assert "epoch 1 was superseded by epoch 2" in answer["message"]
-    begun = newer.do("call", method="Begin", request={"job": "job", "step": 0, "epoch": 2})
-    assert int(begun["container"]["generation"]) == make_generation(2, 1)
-    agent.kill()
-    with running_agent(agent.root, "--node-id", "n1") as again:
-        older.do("attach", socket=again.socket)
-        answer = older.ask("call", method="Begin", request={"job": "job", "step": 1, "epoch": 1})
-        assert answer["error"] == "StaleEpochError"
+    with two_trainers(agent) as (older, newer):
+        status = usage(agent)
+        member = {
+            "identity": {"node_id": "n1", "incarnation": status.node.identity.incarnation},
+            "grpc_address": status.node.grpc_address,
+        }
+        reserved = older.reserve(epoch=1)
+        request = write(agent.root, reserved["segment"], older.client_id, one_object(), b"data")
+        opened = newer.do("call", method="OpenJob", request={"job": "job", "members": [member]})
+        assert opened == {"epoch": "2"}
+        joined = newer.do(
+            "call", method="JoinJob", request={"job": "job", "epoch": 2, "members": [member], "replicas": 1}
+        )
+        assert "single node" in joined["note"]
+        refused = [
+            older.ask("call", method="Seal", request=request),
+            older.ask("call", method="Begin", request={"job": "job", "step": 1, "epoch": 1}),
+            older.ask(
+                "call",
+                method="Reserve",
+                request={"client_id": older.client_id, "capacity_bytes": MIB, "job": "job", "epoch": 1},
+            ),
+        ]
+        for answer in refused:
+            assert answer["error"] == "StaleEpochError", answer
+            assert "epoch 1 was superseded by epoch 2" in answer["message"]
+        begun = newer.do("call", method="Begin", request={"job": "job", "step": 0, "epoch": 2})
+        assert int(begun["container"]["generation"]) == make_generation(2, 1)
+        agent.kill()
+        with running_agent(agent.root, "--node-id", "n1") as again:
+            older.do("attach", socket=again.socket)
+            answer = older.ask("call", method="Begin", request={"job": "job", "step": 1, "epoch": 1})
+            assert answer["error"] == "StaleEpochError"
 
 
-def test_full_budget_is_an_error_with_numbers(agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]) -> None:
+def test_full_budget_is_an_error_with_numbers(shared: AgentProcess, pair: Pair) -> None:
     """F22"""
     one, _ = pair
+    before = usage(shared)
     request = {"client_id": one.client_id, "capacity_bytes": 300 * MIB, "job": "job", "epoch": 1}
     answer = one.ask("call", method="Reserve", request=request)
     assert answer["error"] == "StoreFullError"
     assert str(256 * MIB) in answer["message"]
-    assert usage(agent).reserved_bytes == 0
+    assert usage(shared).reserved_bytes == before.reserved_bytes
 
 
 def test_reservation_that_nobody_waits_for_is_given_back(agent: AgentProcess) -> None:
@@ -284,20 +310,18 @@ def _succeeds(call: Any) -> bool:
     return True
 
 
-def test_attach_says_who_the_agent_is(agent: AgentProcess) -> None:
-    with trainer(agent.root) as one:
-        attached = one.attach(agent)["attached"]
-    record = agent.record
+def test_attach_says_who_the_agent_is(shared: AgentProcess) -> None:
+    with trainer(shared.root) as one:
+        attached = one.attach(shared)["attached"]
+    record = shared.record
     assert attached["node"] == {"node_id": "n1", "incarnation": str(record["incarnation"])}
-    assert attached["root"] == str(agent.root)
+    assert attached["root"] == str(shared.root)
     assert attached["grpc_address"] == record["grpc_address"]
 
 
-def test_adopt_takes_what_is_there_and_names_what_is_not(
-    agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]
-) -> None:
+def test_adopt_takes_what_is_there_and_names_what_is_not(shared: AgentProcess, pair: Pair) -> None:
     one, _ = pair
-    request = write(agent.root, one.reserve()["segment"], one.client_id, one_object(), b"data")
+    request = write(shared.root, one.reserve()["segment"], one.client_id, one_object(), b"data")
     one.do("call", method="Seal", request=request)
     there = request["descriptor"]["object"]
     one.do("call", method="Adopt", request={"client_id": one.client_id, "objects": [there]})
@@ -307,19 +331,19 @@ def test_adopt_takes_what_is_there_and_names_what_is_not(
     assert "1 of 2" in answer["message"]
 
 
-def test_corrupt_object_is_set_aside_after_the_agents_own_check(
-    agent: AgentProcess, pair: tuple[TrainerProcess, TrainerProcess]
-) -> None:
+def test_corrupt_object_is_set_aside_after_the_agents_own_check(shared: AgentProcess, pair: Pair) -> None:
     """F01: a copy that was found bad is never offered again; a good one is not given up on hearsay."""
     one, _ = pair
-    request = write(agent.root, one.reserve()["segment"], one.client_id, one_object(), b"data" * 1000)
+    before = usage(shared)
+    target = one_object()
+    request = write(shared.root, one.reserve()["segment"], one.client_id, target, b"data" * 1000)
     one.do("call", method="Seal", request=request)
     report = {"client_id": one.client_id, "object": request["descriptor"]["object"], "reason": "block 0"}
     assert one.do("call", method="ReportCorrupt", request=report) == {}
-    path = open_root(agent.root, create=False).object(one_object())
+    path = open_root(shared.root, create=False).object(target)
     with path.open("r+b") as file:
         file.write(b"X")
     assert one.do("call", method="ReportCorrupt", request=report) == {"quarantined": True}
-    assert usage(agent).quarantined_objects == 1
-    assert usage(agent).sealed_objects == 0
+    assert usage(shared).quarantined_objects == before.quarantined_objects + 1
+    assert usage(shared).sealed_objects == before.sealed_objects
     assert one.do("call", method="ReportCorrupt", request=report) == {}
