@@ -279,9 +279,9 @@ class Scenario:
         elif event.kind == "restored":
             size = sum(item["bytes"] for item in fields["pulled"]) / 1e6
             sources = ", ".join(sorted({item["source"] for item in fields["pulled"]}))
-            origin = (
-                f"{len(fields['pulled'])} objects ({size:.1f} MB) pulled from {sources}" if sources else "all local"
-            )
+            count = len(fields["pulled"])
+            origin = f"{count} object{'s' if count > 1 else ''} ({size:.1f} MB) pulled from {sources}"
+            origin = origin if count else "all of it was here"
             say(event.node, f"rank {event.rank} restored step {fields['step']} in {fields['seconds']:.2f} s, {origin}")
 
     def _reached(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The generated code loads and talks under every protobuf runtime that training images pin: 5.29, 6 and 7."""
+"""Under every protobuf runtime that training images pin (5.29, 6 and 7) generated code talks and the agent runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicator import ids
+from replicator.client.launch import find_agent
 
 # The newest grpcio family that accepts each protobuf line; the last line is whatever is newest.
 RUNTIMES = {
@@ -58,33 +61,51 @@ print(json.dumps({
     "epoch": hello.highest_epoch,
     "steps": [container.container.step for container in held],
     "size": held[0].objects[0].size_bytes,
-    "agent": getattr(importlib.import_module("replicator.agent.__main__"), "main", None) is not None,
 }))
 """
+AGENT = """
+import sys
+from replicator.agent.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+STATUS = """
+import sys
+from replicator.admin.__main__ import main
+sys.exit(main(["status", "--json", *sys.argv[1:]]))
+"""
+
+
+class Runtime:
+    """A folder with the chosen runtime, before everything else that the running environment has."""
+
+    def __init__(self, line: str, folder: Path) -> None:
+        self.folder = folder / "runtime"
+        made = subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(self.folder), *RUNTIMES[line]],
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert made.returncode == 0, made.stdout + made.stderr
+
+    def command(self, code: str, *arguments: str) -> list[str]:
+        """Python with -S: no .pth file is read, so that only these folders count."""
+        package = str(Path(ids.__file__).parents[1])
+        path = [str(self.folder), package, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        return [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {path!r}\n{code}", *arguments]
+
+    def run(self, code: str, *arguments: str) -> dict[str, Any]:
+        ran = subprocess.run(self.command(code, *arguments), capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        return result
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("line", sorted(RUNTIMES))
-def test_generated_code_under_protobuf(line: str, tmp_path: Path) -> None:
-    made = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "runtime"), *RUNTIMES[line]],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    package = str(Path(ids.__file__).parents[1])
-    # -S: no .pth file is read; the chosen runtime comes before that of the running environment.
-    path = [str(tmp_path / "runtime"), package, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    ran = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {path!r}\n{PROBE}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
+def test_generated_code_and_agent_under_protobuf(line: str, tmp_path: Path, shm_root: Path) -> None:
+    runtime = Runtime(line, tmp_path)
+    told = runtime.run(PROBE)
     assert told["protobuf"].startswith(line + ".")
     assert Path(told["grpc_from"]).is_relative_to(tmp_path)
     protos = {path.stem for path in (Path(__file__).parents[2] / "protos/replicator/v1").glob("*.proto")}
@@ -93,4 +114,18 @@ def test_generated_code_under_protobuf(line: str, tmp_path: Path) -> None:
     assert told["epoch"] == 2**40
     assert told["steps"] == [0, 1, 2]
     assert told["size"] == 2**33
-    assert told["agent"]
+
+    agent = subprocess.Popen(runtime.command(AGENT, "--root", str(shm_root)), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 30
+        while find_agent(shm_root) is None:
+            assert agent.poll() is None, agent.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert runtime.run(STATUS, "--root", str(shm_root))["filesystem"] == "tmpfs"
+        agent.terminate()
+        _, log = agent.communicate(timeout=30)
+        assert agent.returncode == 0, log
+    finally:
+        agent.kill()
+        agent.wait()
