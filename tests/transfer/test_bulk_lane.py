@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -161,11 +162,12 @@ async def test_connections_are_kept_and_few(lanes: Lanes, peer: Peer) -> None:
 
 
 async def test_refused_connections_are_not_kept(lane: BulkLane, peer: Peer) -> None:
-    """F45: a connection over which anything went wrong is never used again."""
+    """F45: a connection over which anything went wrong is never used again, nor others to the same peer."""
     info = peer.add("object", DATA)
-    await fetch(lane, peer.source(info.object), info)
+    large = peer.add("large", some_bytes(1 << 20) * 16)
+    await fetch(lane, peer.source(large.object), large)
     (state,) = lane._peers.values()
-    assert len(state.idle) == 1
+    assert len(state.idle) == 2
     with pytest.raises(TicketError):
         await fetch(lane, Source(peer.node, peer.bulk_address, "guess"), info)
     assert all(not one.idle for one in lane._peers.values())
@@ -251,6 +253,34 @@ async def test_close_ends_threads_and_connections(peer: Peer) -> None:
     await lane.close()
     assert sock.fileno() == -1
     assert await asyncio.to_thread(eventually, lambda: not threads())
+
+
+async def test_a_cancelled_fetch_waits_for_its_thread(
+    lane: BulkLane, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the thread takes to notice, and however often the task is cancelled: it may still write."""
+    info = peer.add("object", DATA)
+    running, ended = threading.Event(), threading.Event()
+
+    def slow_to_notice(*arguments: object) -> bool:
+        cancel_fd = arguments[3]
+        assert isinstance(cancel_fd, int)
+        running.set()
+        select.select([cancel_fd], [], [], 10)
+        time.sleep(0.3)
+        ended.set()
+        return True
+
+    monkeypatch.setattr("replicator.transfer.bulk_lane.perform", slow_to_notice)
+    fetching = asyncio.ensure_future(fetch(lane, peer.source(info.object), info))
+    assert await asyncio.to_thread(running.wait, 5)
+    for _ in range(3):
+        fetching.cancel()
+        await asyncio.sleep(0.05)
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert ended.is_set()
+    assert not any(state.idle for state in lane._peers.values())
 
 
 @given(st.integers(0, 200 << 20), st.sampled_from([4096, 1 << 20, 4 << 20, 64 << 20]), st.integers(1, 8))
@@ -396,6 +426,6 @@ async def test_bytes_beyond_the_answer_do_not_reach_the_next(
 ) -> None:
     """A kept connection with bytes that nobody asked for is closed, not read as the next answer."""
     info = peer.add("object", DATA)
-    server = scripted(GOOD_HEAD + DATA + b"HTTP/1.1 206 evil", GOOD_HEAD + DATA)
+    server = scripted(GOOD_HEAD + DATA + GOOD_HEAD + bytes(SIZE), GOOD_HEAD + DATA)
     assert await fetch(lane, server.source, info) == DATA
     assert await fetch(lane, server.source, info) == DATA

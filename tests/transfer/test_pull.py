@@ -129,10 +129,13 @@ async def test_an_empty_object_needs_no_source(lanes: Lanes, peer: Peer) -> None
     assert report.main_part is None
 
 
-async def test_a_connection_that_breaks_is_made_again(lanes: Lanes, peer: Peer) -> None:
-    """The only source drops the connection once in the middle: the pull goes on there with what is missing."""
+async def test_a_connection_that_breaks_is_made_again(lanes: Lanes, make_peer: MakePeer) -> None:
+    """The pull goes on at the same source with what is missing, but for the block that was bad there (F01)."""
     data = some_bytes(1 << 20) * 32
+    peer, other = await make_peer("node-a"), await make_peer("node-b")
     info = peer.add("object", data)
+    other.add("object", data)
+    flip_bit(peer.path(info), BLOCK)
     opened: list[Relay] = []
 
     async def open_it() -> Source:
@@ -146,13 +149,19 @@ async def test_a_connection_that_breaks_is_made_again(lanes: Lanes, peer: Peer) 
     target = bytearray(len(data))
     try:
         report = await pull(
-            info, [PullSource("node-a", open_it)], memoryview(target), lanes=lanes, policy=policy_for("bulk")
+            info,
+            [PullSource("node-a", open_it), other.pull_source(info)],
+            memoryview(target),
+            lanes=lanes,
+            policy=policy_for("bulk"),
         )
     finally:
         opened[0].close()
     assert target == data
-    assert report.failures == ()
-    assert len(report.parts) == 2
+    assert [node_id for node_id, _ in report.failures] == ["node-a"]
+    assert report.bad_blocks == (("node-a", 1),)
+    assert [part.node_id for part in report.parts] == ["node-a", "node-a", "node-b"]
+    assert report.parts[-1].blocks == 1
     assert all(part.blocks for part in report.parts)
 
 
