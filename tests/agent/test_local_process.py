@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,45 @@ def test_corrupt_object_is_set_aside_after_the_agents_own_check(shared: AgentPro
     assert usage(shared).quarantined_objects == before.quarantined_objects + 1
     assert usage(shared).sealed_objects == before.sealed_objects
     assert one.do("call", method="ReportCorrupt", request=report) == {}
+
+
+def test_kills_at_any_moment_leave_what_was_sealed_and_nothing_reserved(shm_root: Path) -> None:
+    """F05, F24, F27: trainers and the agent get SIGKILL in the middle of reserving, writing and sealing."""
+    random_ = random.Random(11)
+    acknowledged: dict[ObjectVersion, bytes] = {}
+
+    def save_until_killed(one: TrainerProcess) -> None:
+        with contextlib.suppress(AssertionError, OSError, ValueError):
+            while True:
+                target, data = one_object(), random_.randbytes(random_.randrange(1, 200_000))
+                request = write(shm_root, one.reserve()["segment"], one.client_id, target, data)
+                one.do("call", method="Seal", request=request)
+                acknowledged[target] = data
+
+    for _ in range(3):
+        with running_agent(shm_root, "--node-id", "n1") as agent, contextlib.ExitStack() as stack:
+            trainers = [stack.enter_context(trainer(shm_root)) for _ in range(3)]
+            threads = []
+            for one in trainers:
+                one.attach(agent)
+                threads.append(threading.Thread(target=save_until_killed, args=(one,)))
+                threads[-1].start()
+            for victim in (*trainers[:2], agent):
+                wanted = len(acknowledged) + random_.randrange(1, 4)
+                wait_until(lambda wanted=wanted: len(acknowledged) >= wanted, "objects are sealed")
+                victim.kill()
+            trainers[2].kill()
+            for thread in threads:
+                thread.join(20)
+            assert not any(thread.is_alive() for thread in threads)
+    with running_agent(shm_root, "--node-id", "n1") as agent:
+        found = usage(agent)
+        assert found.reserved_bytes == 0
+        assert found.quarantined_objects == 0
+        assert found.sealed_objects >= len(acknowledged) > 0
+        paths = open_root(shm_root, create=False)
+        assert [name for name in (path.name for path in paths.segments.iterdir()) if name.startswith("w.")] == []
+        for target, data in acknowledged.items():
+            with open_object(paths, target) as reader:
+                reader.verify()
+                assert bytes(reader.view) == data
