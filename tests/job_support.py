@@ -17,7 +17,16 @@ from replicator.client.launch import AgentRecord, ensure_agent, find_agent, read
 
 # Ranks are forked from a server that has torch loaded and nothing running, so a job starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "grpc"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "grpc",
+    ]
+)
 
 
 @dataclass(frozen=True)
