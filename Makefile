@@ -17,7 +17,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
-CHECKED := replicator tests benchmarks benchmarks
+CHECKED := replicator tests benchmarks
 # What an installed environment depends on; Python sources are not among them: the install is editable.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
 
