@@ -314,9 +314,7 @@ class Committer:
             StoreFullError: no room.
         """
         self._jobs.check(sender.job, sender.epoch)
-        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc)
-        if manifest.version.container.job != sender.job:
-            log.warning("a manifest came in the name of another job", extra=fields(manifest.version, peer=sender.node))
+        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job)
         self.check_own_copies(manifest.version, again=True)
 
     async def mark_protected(self, version: ContainerVersion, sender: Sender) -> None:

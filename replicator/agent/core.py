@@ -158,6 +158,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
     landing = Landing(config, client_id, store, opener, lanes, counters)
     puller = Puller(config, address, store, opener, landing, retention, counters)
     replicator = Replicator(config, address, store, jobs, peers, counters)
+    replicator.check_local = puller.check_local
     committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, counters)
     lookup = Lookup(config, address, store, jobs, peers, manifests, retention, counters)
     return AgentCore(

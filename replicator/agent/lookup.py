@@ -87,7 +87,8 @@ class Lookup:
             self._jobs.check(job, epoch)
         round_ = _Round(self, job, epoch, step, deadline_s)
         inventories, manifests, data = await round_.ask_all()
-        decision = choose_step(inventories, manifests, step=step, unanswered=round_.unanswered())
+        silent = round_.unanswered()
+        decision = await asyncio.to_thread(choose_step, inventories, manifests, step=step, unanswered=silent)
         self._counters.add("lookups")
         plan = types_pb2.Plan(
             found=decision.version is not None,
@@ -95,7 +96,7 @@ class Lookup:
             reason=decision.reason,
             rejected=[rejected_to_pb(one) for one in decision.rejected],
             nodes=[node_address_to_pb(one.node) for one in inventories],
-            unanswered=[unanswered_to_pb(who) for who in round_.unanswered()],
+            unanswered=[unanswered_to_pb(who) for who in silent],
         )
         if decision.version is not None:
             plan.container.CopyFrom(version_to_pb(decision.version))
@@ -171,7 +172,9 @@ class _Round:
             raise self._stale
         inventories = [self._answers[node_id] for node_id in sorted(self._answers)]
         data = await self._fetch_manifests(inventories)
-        manifests = {version: manifest_from_bytes(found[0]) for version, found in data.items()}
+        manifests = {}
+        for version, (content, _) in data.items():
+            manifests[version] = await asyncio.to_thread(manifest_from_bytes, content)
         for inventory in inventories:
             for container in inventory.containers:
                 stored = of._manifests.get(container.version)
@@ -224,8 +227,9 @@ class _Round:
         except StaleEpochError as error:
             self._stale = error
         except TimeoutError as error:
+            whom = f"node {node_id} ({address})" if node_id else f"the agent at {address}"
             if not isinstance(error, DeadlineExceededError):
-                error = DeadlineExceededError.of("its inventory", node_id or address, limit)
+                error = DeadlineExceededError.of("its inventory", whom, limit)
             self._silent[node_id, address] = Unanswered(node_id, address, str(error))
         except ReplicatorError as error:
             self._silent[node_id, address] = Unanswered(node_id, address, str(error))

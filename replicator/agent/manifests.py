@@ -8,7 +8,7 @@ from collections import OrderedDict
 from replicator.agent.counters import Counters
 from replicator.agent.peers import PeerDirectory
 from replicator.decide.types import Manifest
-from replicator.errors import CommitError, CorruptObjectError, ReplicatorError, StoreFullError
+from replicator.errors import CommitError, CorruptObjectError, InvalidIdError, ReplicatorError, StoreFullError
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
@@ -42,12 +42,15 @@ class Manifests:
         found = self._find(version)
         return None if found is None or found[2] is None else (found[0], found[1])
 
-    def put(self, data: bytes, stated_crc: int) -> Manifest:
+    def put(self, data: bytes, stated_crc: int, job: str = "") -> Manifest:
         """Check a serialized manifest and store it. Idempotent for the same bytes.
+
+        Args:
+            job: when given, the manifest must be of this job.
 
         Raises:
             CorruptObjectError: the bytes do not have the stated checksum, or are no manifest.
-            InvalidIdError: an id in it cannot be one.
+            InvalidIdError: an id in it cannot be one, or it is of another job.
             CommitError: another manifest of that version is stored here; a commit is never changed.
             StoreFullError: no room.
         """
@@ -58,6 +61,8 @@ class Manifests:
             )
         manifest = manifest_from_bytes(data)
         version = manifest.version
+        if job and version.container.job != job:
+            raise InvalidIdError(f"expected a manifest of job {job}, found one of {version}")
         stored = self._store.manifest(version)
         if stored is not None and stored != data:
             raise CommitError(

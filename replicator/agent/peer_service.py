@@ -122,7 +122,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
                 await context.write(peer_pb2.OfferEvent(object=descriptor.object, failed=offer_failure(error)))
                 continue
             takings[taking.task] = (descriptor.object, taking)
-        await self._tell_outcomes(takings, context, min(_PROGRESS_S, limit / 4))
+        await self._tell_outcomes(takings, context, limit / 4)
 
     @_served
     async def OpenObject(self, request: peer_pb2.OpenObjectRequest, context: Context) -> peer_pb2.OpenObjectReply:
@@ -192,21 +192,27 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
     # -- parts
 
     async def _tell_outcomes(
-        self, takings: dict[asyncio.Task[Any], tuple[types_pb2.ObjectRef, Taking]], context: Context, tick_s: float
+        self, takings: dict[asyncio.Task[Any], tuple[types_pb2.ObjectRef, Taking]], context: Context, quiet_s: float
     ) -> None:
         told: dict[asyncio.Task[Any], int] = {}
+        loop = asyncio.get_running_loop()
+        spoke = loop.time()
         while takings:
+            tick_s = min(_PROGRESS_S, quiet_s)
             done, _ = await asyncio.wait(takings, timeout=tick_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 ref, taking = takings.pop(task)
                 await context.write(_outcome(ref, taking))
+                spoke = loop.time()
             if done:
                 continue
             for task, (ref, taking) in takings.items():
-                # An object that waits for its turn is not stuck, and its owner is told so with the same number.
-                if taking.waiting or taking.bytes_done != told.get(task):
+                # What waits for its turn is not stuck: its owner hears the same number again.
+                is_quiet = taking.waiting and loop.time() - spoke >= quiet_s
+                if is_quiet or taking.bytes_done != told.get(task, 0):
                     told[task] = taking.bytes_done
                     await context.write(peer_pb2.OfferEvent(object=ref, progress_bytes=taking.bytes_done))
+                    spoke = loop.time()
 
     def _require_job(self, message: types_pb2.Sender) -> Sender:
         """The sender, who speaks for a running incarnation of a job that is not superseded."""

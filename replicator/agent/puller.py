@@ -183,13 +183,7 @@ class Puller:
             if await self._landing.is_sound(one, source.size, source.crc32c):
                 event.was_local = True
             else:
-                taking = self._join(one, source.size, source.crc32c)
-                if taking is None:
-                    taking = self._start(
-                        one, source.size, source.crc32c, lambda taking: self._pull_wanted(taking, source, deadline_s)
-                    )
-                active[source.name] = taking
-                taken = await self._wait(taking)
+                taken = await self._fetch(one, source, deadline_s, active)
                 event.source_node_id, event.lane = taken.node_id, taken.lane
             event.done, event.bytes_done = True, source.size
         except Exception as error:
@@ -200,6 +194,23 @@ class Puller:
         finally:
             active.pop(source.name, None)
         await events.put(event)
+
+    async def _fetch(
+        self, one: ObjectVersion, source: ObjectSource, deadline_s: float, active: dict[str, Taking]
+    ) -> Taken:
+        taking = self._join(one, source.size, source.crc32c)
+        if taking is not None:
+            active[source.name] = taking
+            try:
+                return await self._wait(taking)
+            except ReplicatorError as error:
+                # It was somebody else's pull, perhaps from a source that is not the best one.
+                log.info("a pull that was joined failed, another one is begun", extra=fields(one, reason=error))
+        taking = self._join(one, source.size, source.crc32c) or self._start(
+            one, source.size, source.crc32c, lambda taking: self._pull_wanted(taking, source, deadline_s)
+        )
+        active[source.name] = taking
+        return await self._wait(taking)
 
     async def _wait(self, taking: Taking) -> Taken:
         """Wait for an object; when everybody who waits for it is gone, it is not pulled any further."""

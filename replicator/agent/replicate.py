@@ -7,9 +7,10 @@ that has it says so at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
@@ -72,7 +73,10 @@ class Replicator:
         self._streams: dict[tuple[str, str], set[asyncio.Task[None]]] = {}
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._acks: OrderedDict[ContainerVersion, dict[tuple[str, str], NodeIdentity]] = OrderedDict()
+        self._checks: set[asyncio.Task[None]] = set()
         self._closed = False
+        # Verifies this node's copy of an object, and sets it aside when it is bad.
+        self.check_local: Callable[[ObjectVersion], Awaitable[bool]] | None = None
         # Called with the version whenever a buddy acknowledged an object of it.
         self.on_acknowledged: Callable[[ContainerVersion], None] = lambda version: None
         # Called with the version when acknowledgements of it turned out to be those of a process that is gone.
@@ -151,7 +155,7 @@ class Replicator:
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
-        tasks = [task for tasks in self._streams.values() for task in tasks]
+        tasks = [task for tasks in self._streams.values() for task in tasks] + list(self._checks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -274,6 +278,8 @@ class Replicator:
     def _failed(self, queue: OfferQueue, item: Pending, error: ReplicatorError) -> None:
         now = self._now()
         self._counters.add("replica_attempts_failed")
+        if isinstance(error, CorruptObjectError):
+            self._suspect(item.object)
         if queue.failed(item, error, now):
             log.info(
                 "a replica is tried again",
@@ -281,6 +287,20 @@ class Replicator:
             )
         else:
             self._finish(queue, item, error, now)
+
+    def _suspect(self, one: ObjectVersion) -> None:
+        """A buddy got bytes that do not match: look at this node's own copy, which may be what is bad."""
+        check_local = self.check_local
+        if check_local is None or self._store.get(one) is None:
+            return
+
+        async def check() -> None:
+            with contextlib.suppress(ObjectNotFoundError):
+                await check_local(one)
+
+        task = asyncio.get_running_loop().create_task(check())
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
 
     def _finish(self, queue: OfferQueue, item: Pending, error: ReplicatorError, now: float) -> None:
         verdict = queue.verdict(item, error, now)

@@ -116,6 +116,13 @@ class Node:
 
     def versions(self) -> set[ContainerVersion]:
         """Versions of which there are files."""
+        while True:
+            try:
+                return self._versions()
+            except FileNotFoundError:
+                continue  # a directory was dropped while it was looked through
+
+    def _versions(self) -> set[ContainerVersion]:
         found = set()
         for top in (self.paths.objects, self.paths.manifests):
             for directory in top.glob("*/*/*"):

@@ -322,6 +322,20 @@ def test_a_bit_flipped_at_the_source_never_becomes_a_copy(three: Cluster) -> Non
     assert status.counters["bad_blocks_received"] >= 1
 
 
+def test_an_owner_whose_own_copy_is_bad_sets_it_aside(three: Cluster) -> None:
+    """F01: never offered again, and the trainer is told."""
+    rank = three.ranks[0]
+    one = _written(three, b"x" * 10_000)
+    with three.nodes[0].paths.object(one).open("r+b") as file:
+        file.write(b"y")
+    rank.replicate([one], deadline_s=10)
+    event = rank.outcome(one)
+    assert event.error_kind == "ReplicationError"
+    assert "CorruptObjectError" in event.error_message
+    assert not three.nodes[0].paths.object(one).exists()
+    assert three.nodes[1].held(one) is None
+
+
 def test_a_source_that_is_not_there_is_named(three: Cluster) -> None:
     one = _written(three)
     request = _offer(three, one)

@@ -1,0 +1,457 @@
+"""Recovery lookup and retrieval between real agents: who is asked, who is silent, what is chosen, what arrives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from agent_harness import wait_until
+from cluster import MIB, Cluster, Node, Rank, call, cluster, dead_peer, mute_peer, sources_of
+
+from replicator.decide.types import Manifest, ObjectSource
+from replicator.errors import InvalidIdError, StaleEpochError
+from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
+from replicator.native import crc32c
+from replicator.v1 import admin_pb2, local_pb2, types_pb2
+from replicator.wire import node_address_to_pb, source_to_pb, version_from_pb, version_to_pb
+
+
+def _protect(made: Cluster, step: int, data: bytes = b"shard", ranks: list[Rank] | None = None) -> Manifest:
+    chosen = ranks or made.ranks
+    manifest = made.save(step, data, ranks=chosen)
+    chosen[0].commit(manifest)
+    chosen[0].protected(manifest.version)
+    return manifest
+
+
+def _join_with(rank: Rank, members: list[NodeAddress], epoch: int = 1) -> None:
+    rank.epoch = epoch
+    request = local_pb2.JoinJobRequest(
+        job=rank.job, epoch=epoch, members=[node_address_to_pb(one) for one in members], replicas=1
+    )
+    rank.call("JoinJob", request, local_pb2.JoinJobReply)
+
+
+def test_every_agent_gives_the_same_plan(three: Cluster) -> None:
+    """F09, F14, F21: whoever is asked. Step 0 is a step."""
+    manifest = _protect(three, 0)
+    for node in three.nodes:
+        wait_until(lambda node=node: manifest.version in node.protected(), "everybody knows")
+    plans = [rank.lookup() for rank in three.ranks]
+    assert all(plan.found for plan in plans)
+    assert {plan.SerializeToString(deterministic=True) for plan in plans} == {
+        plans[0].SerializeToString(deterministic=True)
+    }
+    plan = plans[0]
+    assert version_from_pb(plan.container) == manifest.version
+    assert [source.name for source in plan.sources] == ["shard-0", "shard-1", "shard-2"]
+    assert [source.node_ids[0] for source in plan.sources] == ["n0", "n1", "n2"]
+    assert [len(source.node_ids) for source in plan.sources] == [2, 2, 2]
+    assert plan.world_size == 3
+    assert [node.identity.node_id for node in plan.nodes] == ["n0", "n1", "n2"]
+    assert not plan.unanswered
+
+
+def test_nothing_saved_is_said_in_words(three: Cluster) -> None:
+    plan = three.ranks[0].lookup()
+    assert not plan.found
+    assert "3 nodes" in plan.reason
+
+
+def test_what_was_sealed_and_never_committed_is_not_offered(three: Cluster) -> None:
+    """F05."""
+    committed = _protect(three, 1)
+    later = three.save(2)
+    plan = three.ranks[1].lookup()
+    assert version_from_pb(plan.container) == committed.version
+    assert [version_from_pb(one.container) for one in plan.rejected] == [later.version]
+    assert "never committed" in plan.rejected[0].reason
+
+
+def test_a_certain_step_can_be_asked_for(three: Cluster) -> None:
+    first, second = _protect(three, 1), _protect(three, 2)
+    assert version_from_pb(three.ranks[0].lookup(step=1).container) == first.version
+    assert version_from_pb(three.ranks[0].lookup().container) == second.version
+    plan = three.ranks[0].lookup(step=77)
+    assert not plan.found
+    assert "77" in plan.reason
+
+
+def test_a_job_or_step_that_cannot_be_one_is_refused(three: Cluster) -> None:
+    with pytest.raises(InvalidIdError):
+        three.ranks[0].lookup(step=2**63)
+    three.ranks[0].job = "../x"
+    with pytest.raises(InvalidIdError):
+        three.ranks[0].lookup()
+
+
+def test_a_lost_node_is_recovered_from_its_buddy_into_an_empty_replacement(own_three: Cluster) -> None:
+    """The main job. F10: the replacement has another name; F13: sources are searched everywhere."""
+    manifest = _protect(own_three, 5, os.urandom(MIB) * 9)
+    lost = own_three.nodes[0]
+    contents = {
+        f"shard-{i}": node.bytes_of(manifest.version.object(f"shard-{i}")) for i, node in enumerate(own_three.nodes)
+    }
+    lost.kill()
+    shutil.rmtree(lost.root)
+    replacement = own_three.add("n9")
+    survivors = own_three.ranks[1:3]
+    chosen = [replacement, *survivors]
+    epoch = replacement.open_job([rank.node for rank in chosen])
+    assert epoch == 2
+    own_three.join(epoch, ranks=chosen)
+    plan = replacement.lookup()
+    assert plan.found, plan.reason
+    assert version_from_pb(plan.container) == manifest.version
+    by_name = {source.name: list(source.node_ids) for source in plan.sources}
+    assert by_name["shard-0"] == ["n1"]
+    events = replacement.retrieve(manifest.version, sources_of(plan))
+    assert {name: event.error_message for name, event in events.items() if not event.done} == {}
+    assert {event.lane for event in events.values()} == {"bulk"}
+    for name, content in contents.items():
+        one = manifest.version.object(name)
+        held = replacement.node.held(one)
+        assert held is not None
+        assert held.owner_node_id == f"n{name[-1]}"
+        assert replacement.node.bytes_of(one) == content
+    # The manifest is kept by the node that recovers, so that it counts as committed there too.
+    assert manifest.version in replacement.node.committed()
+    again = replacement.retrieve(manifest.version, sources_of(plan))
+    assert all(event.was_local and event.done for event in again.values())
+
+
+def test_the_next_save_of_the_restarted_job_is_the_newest(three: Cluster) -> None:
+    """F11: an older step of a later epoch is newer than what the former incarnation reached."""
+    _protect(three, 8)
+    three.join(three.ranks[0].open_job(three.nodes))
+    rolled_back = _protect(three, 3)
+    plan = three.ranks[2].lookup()
+    assert version_from_pb(plan.container) == rolled_back.version
+
+
+def test_dead_and_mute_members_are_named_and_the_rest_is_found(three: Cluster) -> None:
+    """F15, F19."""
+    manifest = _protect(three, 1)
+    rank = three.ranks[0]
+    with mute_peer() as mute, dead_peer() as dead:
+        members = [node.address for node in three.nodes]
+        members += [NodeAddress(NodeIdentity("silent", 1), mute), NodeAddress(NodeIdentity("gone", 1), dead)]
+        _join_with(rank, members, 2)
+        began = time.monotonic()
+        plan = rank.lookup(deadline_s=2.0)
+        assert time.monotonic() - began < 3.0
+    assert version_from_pb(plan.container) == manifest.version
+    silent = {who.node_id: who.reason for who in plan.unanswered}
+    assert set(silent) == {"silent", "gone"}
+    assert mute in silent["silent"]
+    assert dead in silent["gone"]
+    assert "silent" in plan.reason
+    assert "gone" in plan.reason
+
+
+def test_a_stopped_process_is_silent_like_a_mute_one(own_three: Cluster) -> None:
+    """F15: the connection was up before."""
+    manifest = _protect(own_three, 1)
+    assert own_three.nodes[2].agent is not None
+    assert own_three.ranks[0].lookup().found
+    own_three.nodes[2].agent.signal(signal.SIGSTOP)
+    plan = own_three.ranks[0].lookup(deadline_s=1.0)
+    assert version_from_pb(plan.container) == manifest.version
+    (silent,) = plan.unanswered
+    assert silent.node_id == "n2"
+    assert "waited" in silent.reason
+    events = own_three.ranks[0].retrieve(manifest.version, sources_of(plan), deadline_s=1.0)
+    assert all(event.done for event in events.values())
+
+
+def test_when_all_holders_of_an_object_are_gone_the_older_step_is_chosen(three: Cluster) -> None:
+    old = _protect(three, 1)
+    new = _protect(three, 2)
+    # shard-0 of step 2 is on n0 and n1: take it away there as a loss of memory would.
+    for node in three.nodes[:2]:
+        path = node.paths.object(new.version.object("shard-0"))
+        with path.open("r+b") as file:
+            file.write(b"\0")
+    for rank in three.ranks[:2]:
+        entry = new.entries[0]
+        source = ObjectSource(entry.name, entry.size, entry.crc32c, "n0", ())
+        event = rank.retrieve(new.version, [source])[entry.name]
+        assert event.error_kind == "ObjectNotFoundError"
+    plan = three.ranks[2].lookup()
+    assert version_from_pb(plan.container) == old.version
+    assert "shard-0" in plan.rejected[0].reason
+
+
+def test_configured_peers_are_asked_by_an_agent_that_knows_no_members(three: Cluster) -> None:
+    """F13, F21: an operator asks an agent that never saw the job."""
+    manifest = _protect(three, 1)
+    flags = ("--deadline-s", "6", "--peers", three.nodes[2].address.grpc_address)
+    outsider = Node("out", three.base / "out", flags)
+    try:
+        with grpc.insecure_channel(outsider.start().address.grpc_address) as channel:
+            request = admin_pb2.RecoverRequest(job=three.ranks[0].job)
+            plan = call(channel, "AdminService/Recover", request, types_pb2.Plan)
+    finally:
+        outsider.kill()
+    assert version_from_pb(plan.container) == manifest.version
+    # n2 told of the others.
+    assert {node.identity.node_id for node in plan.nodes} == {"n0", "n1", "n2", "out"}
+    # An observer changes nothing.
+    assert not outsider.versions()
+
+
+def test_an_old_incarnation_gets_no_plan(three: Cluster) -> None:
+    """F11: also when only a peer knows that it was superseded."""
+    _protect(three, 1)
+    for rank in three.ranks[1:]:
+        rank.join(2, three.nodes)
+    with pytest.raises(StaleEpochError):
+        three.ranks[0].lookup()
+
+
+def test_a_replacement_on_the_same_port_with_another_name_does_not_answer_for_the_lost_node(own_three: Cluster) -> None:
+    """F34, F45."""
+    manifest = _protect(own_three, 1)
+    lost = own_three.nodes[1]
+    port = lost.port
+    lost.kill()
+    other = Node("n8", own_three.base / "n8", lost.flags)
+    own_three.nodes.append(other)
+    other.start("--port", str(port))
+    plan = own_three.ranks[0].lookup()
+    assert version_from_pb(plan.container) == manifest.version
+    assert [who.node_id for who in plan.unanswered] == ["n1"]
+    assert "found node n8" in plan.unanswered[0].reason
+    assert "n8" in {node.identity.node_id for node in plan.nodes}
+
+
+# -- retrieval
+
+
+def _everything(manifest: Manifest, holders: dict[str, tuple[str, ...]]) -> list[ObjectSource]:
+    return [
+        ObjectSource(entry.name, entry.size, entry.crc32c, entry.owner_node_id, holders[entry.name])
+        for entry in manifest.entries
+    ]
+
+
+def _flip(node: Node, version: ContainerVersion, name: str, at: int = 100) -> None:
+    path = node.paths.object(version.object(name))
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_corrupt_local_copy_is_set_aside_and_pulled(three: Cluster) -> None:
+    """F01, F08: the trainer asks for nothing but the object."""
+    manifest = _protect(three, 1, b"x" * 10_000)
+    _flip(three.nodes[0], manifest.version, "shard-0")
+    quarantined = three.nodes[0].status().quarantined_objects
+    plan = three.ranks[0].lookup()
+    event = three.ranks[0].retrieve(manifest.version, sources_of(plan))["shard-0"]
+    assert event.done
+    assert not event.was_local
+    assert event.source_node_id == "n1"
+    assert three.nodes[0].held(manifest.version.object("shard-0")) is not None
+    assert three.nodes[0].status().quarantined_objects == quarantined + 1
+
+
+def test_a_bad_block_at_one_source_comes_from_the_other(three: Cluster) -> None:
+    """F01: only the bad block is brought again, and that source is asked last from then on."""
+    manifest = _protect(three, 1, os.urandom(MIB) * 13)
+    one = manifest.version.object("shard-0")
+    content = three.nodes[0].bytes_of(one)
+    _flip(three.nodes[0], manifest.version, "shard-0", 5 * MIB)
+    source = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    bad = three.nodes[2].counter("bad_blocks_received")
+    event = three.ranks[2].retrieve(manifest.version, source)["shard-0"]
+    assert event.done, event
+    assert three.nodes[2].bytes_of(one) == content
+    assert three.nodes[2].counter("bad_blocks_received") == bad + 1
+    # The source itself was told nothing.
+    assert three.nodes[0].paths.object(one).exists()
+
+
+def test_a_corrupt_copy_everywhere_is_an_error_with_each_reason_and_leaves_nothing(three: Cluster) -> None:
+    """F01."""
+    manifest = _protect(three, 1, b"x" * 10_000)
+    for node in three.nodes[:2]:
+        _flip(node, manifest.version, "shard-0")
+    source = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    event = three.ranks[2].retrieve(manifest.version, source)["shard-0"]
+    assert event.error_kind == "CorruptObjectError"
+    assert "n0" in event.error_message
+    assert "n1" in event.error_message
+    assert three.nodes[2].held(manifest.version.object("shard-0")) is None
+    assert three.nodes[2].status().reserved_bytes == 0
+
+
+def test_a_block_table_that_is_not_the_manifests_is_not_trusted(three: Cluster) -> None:
+    manifest = _protect(three, 1, b"x" * 10_000)
+    (source,) = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    event = three.ranks[2].retrieve(manifest.version, [dataclasses.replace(source, crc32c=source.crc32c ^ 1)])[
+        "shard-0"
+    ]
+    assert event.error_kind == "CorruptObjectError"
+
+
+def test_a_dead_source_is_passed_over(own_three: Cluster) -> None:
+    manifest = _protect(own_three, 1, b"x" * 10_000)
+    own_three.nodes[0].kill()
+    source = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    event = own_three.ranks[2].retrieve(manifest.version, source, deadline_s=2.0)["shard-0"]
+    assert event.done
+    assert event.source_node_id == "n1"
+
+
+def test_a_source_that_falls_silent_in_the_middle_is_replaced_by_the_next(own_three: Cluster) -> None:
+    """F15, F47: progress deadline; the trainer hears something all the time."""
+    manifest = _protect(own_three, 1, os.urandom(MIB) * 20)
+    assert own_three.nodes[0].agent is not None
+    # The connection is up and greeted when the source stops.
+    first = _everything(manifest, {"shard-0": (), "shard-1": ("n1",), "shard-2": ()})[1:2]
+    assert own_three.ranks[0].retrieve(manifest.version, first)["shard-1"].done
+    own_three.nodes[0].agent.signal(signal.SIGSTOP)
+    source = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    began = time.monotonic()
+    event = own_three.ranks[2].retrieve(manifest.version, source, deadline_s=1.0)["shard-0"]
+    assert event.done, event
+    assert event.source_node_id == "n1"
+    assert 0.8 < time.monotonic() - began < 6
+    assert len(own_three.ranks[2].progress) > 1
+
+
+def test_many_objects_come_at_once_and_each_one_is_told(three: Cluster) -> None:
+    """F20: more than there are slots."""
+    rank = three.ranks[0]
+    version = rank.begin(1)
+    infos = [rank.write(version.object(f"o{i:03}"), os.urandom(1000 + i)) for i in range(150)]
+    sources = [ObjectSource(info.object.name, info.size, info.crc32c, "n0", ("n0",)) for info in infos]
+    events = three.ranks[2].retrieve(version, sources)
+    assert len(events) == 150
+    assert all(event.done for event in events.values())
+    assert all(three.nodes[2].held(info.object) is not None for info in infos)
+
+
+def test_a_trainer_that_goes_away_stops_what_only_it_wanted(three: Cluster) -> None:
+    """Nothing stays reserved."""
+    manifest = _protect(three, 1, os.urandom(MIB) * 20)
+    assert three.nodes[0].agent is not None
+    three.nodes[0].agent.signal(signal.SIGSTOP)
+    source = _everything(manifest, {"shard-0": ("n0",), "shard-1": (), "shard-2": ()})[:1]
+    request = local_pb2.RetrieveRequest(
+        client_id=three.ranks[2].client_id,
+        epoch=1,
+        container=version_to_pb(manifest.version),
+        objects=[source_to_pb(one) for one in source],
+        deadline_ms=60_000,
+    )
+    function = three.ranks[2].channel.unary_stream(
+        "/replicator.v1.LocalService/Retrieve",
+        request_serializer=local_pb2.RetrieveRequest.SerializeToString,
+        response_deserializer=local_pb2.RetrieveEvent.FromString,
+    )
+    stream = function(request)
+    three.nodes[0].agent.signal(signal.SIGCONT)
+    stream.cancel()
+    wait_until(lambda: three.nodes[2].status().reserved_bytes == 0, "nothing is reserved")
+
+
+# -- ranges
+
+
+def _ranges(rank: Rank, version: ContainerVersion, source: ObjectSource, ranges: list[tuple[int, int]]):  # type: ignore[no-untyped-def]
+    request = local_pb2.RetrieveRangesRequest(
+        client_id=rank.client_id,
+        epoch=1,
+        container=version_to_pb(version),
+        object=source_to_pb(source),
+        ranges=[local_pb2.ByteRange(offset_bytes=offset, length_bytes=length) for offset, length in ranges],
+        deadline_ms=3000,
+    )
+    return rank.call("RetrieveRanges", request, local_pb2.RetrieveRangesReply)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_only_the_blocks_that_cover_the_ranges_are_brought(three: Cluster, index: int) -> None:
+    """F44: from another node, and from the node itself."""
+    writer = three.ranks[0]
+    one = writer.begin(1).object("a")
+    content = os.urandom(4096) * 4096 + os.urandom(777)  # 16 MiB and a short fifth block
+    info = writer.write(one, content)
+    source = ObjectSource("a", info.size, info.crc32c, "n0", ("n0",))
+    rank = three.ranks[index]
+    reply = _ranges(rank, one.version, source, [(info.size - 10, 10), (5 * MIB, 10), (4 * MIB, 1), (0, 0)])
+    assert list(reply.blocks) == [1, 4]
+    assert reply.source_node_id == "n0"
+    mapped = rank.mappings.get(reply.segment, reply.inode, reply.capacity_bytes)
+    for place, block in enumerate(reply.blocks):
+        size = min(4 * MIB, info.size - block * 4 * MIB)
+        got = mapped.view[place * reply.block_size_bytes :][:size]
+        assert got == content[block * 4 * MIB :][:size]
+        assert crc32c(got) == reply.block_crc32c[place] == info.block_crcs[block]
+    release = local_pb2.ReleaseRequest(client_id=rank.client_id, segment=reply.segment)
+    rank.call("Release", release, local_pb2.ReleaseReply)
+    assert three.nodes[2].held(one) is None
+
+
+def test_a_corrupt_local_block_comes_from_another_holder(three: Cluster) -> None:
+    """F01."""
+    manifest = _protect(three, 1, os.urandom(MIB) * 9)
+    one = manifest.version.object("shard-0")
+    content = three.nodes[0].bytes_of(one)
+    _flip(three.nodes[0], manifest.version, "shard-0", 5 * MIB)
+    source = sources_of(three.ranks[0].lookup())[0]
+    reply = _ranges(three.ranks[0], manifest.version, source, [(5 * MIB, 10)])
+    assert reply.source_node_id == "n1"
+    mapped = three.ranks[0].mappings.get(reply.segment, reply.inode, reply.capacity_bytes)
+    assert mapped.view[: 4 * MIB] == content[4 * MIB : 8 * MIB]
+    assert three.nodes[0].held(one) is None
+
+
+@pytest.mark.parametrize("ranges", [[(0, 11)], [(10, 1)], [(2**62, 2**62)], [], [(3, 0)]])
+def test_ranges_outside_the_object_are_refused(three: Cluster, ranges: list[tuple[int, int]]) -> None:
+    writer = three.ranks[0]
+    one = writer.begin(1).object("a")
+    info = writer.write(one, b"0123456789")
+    source = ObjectSource("a", info.size, info.crc32c, "n0", ("n0",))
+    with pytest.raises(InvalidIdError):
+        _ranges(writer, one.version, source, ranges)
+
+
+def test_an_object_is_read_through_any_agent(three: Cluster) -> None:
+    """For `replicator-admin pull`: forwarded from a holder, verified on the way."""
+    writer = three.ranks[0]
+    one = writer.begin(1).object("a")
+    content = os.urandom(4096) * 9000 + b"end"
+    info = writer.write(one, content)
+    source = ObjectSource("a", info.size, info.crc32c, "n0", ("n0",))
+    request = admin_pb2.ReadObjectRequest(
+        container=version_to_pb(one.version), object=source_to_pb(source), deadline_ms=5000
+    )
+    for node in (three.nodes[0], three.nodes[2]):
+        with grpc.insecure_channel(node.address.grpc_address) as channel:
+            read = channel.unary_stream(
+                "/replicator.v1.AdminService/ReadObject",
+                request_serializer=admin_pb2.ReadObjectRequest.SerializeToString,
+            )
+            pieces = list(read(request))
+        assert all(len(piece) <= MIB for piece in pieces)
+        assert b"".join(pieces) == content
+    assert three.nodes[2].held(one) is None
+
+
+def test_a_lookup_works_on_a_single_node(shm_root: Path) -> None:
+    with cluster(shm_root, 1) as made:
+        made.join()
+        manifest = _protect(made, 1)
+        plan = made.ranks[0].lookup()
+        assert version_from_pb(plan.container) == manifest.version

@@ -1,0 +1,171 @@
+"""What a node drops and what it never drops, in real agents."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from agent_harness import wait_until
+from cluster import MIB, Cluster, Rank, cluster
+
+from replicator.decide.types import Manifest, ObjectSource
+from replicator.errors import StoreFullError
+from replicator.ids import ContainerVersion
+from replicator.v1 import peer_pb2
+from replicator.wire import Sender, info_to_pb, node_address_to_pb, sender_to_pb
+
+
+def _protect(made: Cluster, step: int, data: bytes = b"shard") -> ContainerVersion:
+    manifest = made.save(step, data)
+    made.ranks[0].commit(manifest)
+    made.ranks[0].protected(manifest.version)
+    return manifest.version
+
+
+def _of_job(made: Cluster, index: int) -> set[ContainerVersion]:
+    return {version for version in made.nodes[index].versions() if version.container.job == made.ranks[0].job}
+
+
+def test_after_a_newer_one_is_protected_only_keep_last_stay(three: Cluster) -> None:
+    """F04: on every node, objects and manifests."""
+    versions = [_protect(three, step) for step in (1, 2, 3, 4)]
+    for index in range(3):
+        wait_until(lambda index=index: _of_job(three, index) == set(versions[-2:]), f"n{index} keeps two")
+
+
+def test_nothing_is_dropped_while_the_newer_one_lacks_a_copy(own_three: Cluster) -> None:
+    """F49: committed is not enough, for the last recoverable ones may be the older ones."""
+    old = [_protect(own_three, step) for step in (1, 2)]
+    own_three.nodes[1].kill()
+    newer = own_three.save(3, ranks=[own_three.ranks[0], own_three.ranks[2]])
+    own_three.ranks[0].commit(newer)
+    assert not own_three.ranks[0].committed(newer.version).is_protected
+    assert _of_job(own_three, 0) == {*old, newer.version}
+    # The same is left alone under pressure.
+    with pytest.raises(StoreFullError):
+        own_three.ranks[0].reserve(1 << 45)
+    assert _of_job(own_three, 0) >= {old[1], newer.version}
+    own_three.nodes[1].start()
+    own_three.ranks[0].protected(newer.version)
+    wait_until(lambda: _of_job(own_three, 0) == {old[1], newer.version}, "the oldest is dropped")
+
+
+def test_leftovers_of_a_save_that_was_never_committed_go_with_the_next_protected_one(three: Cluster) -> None:
+    left = three.save(1)
+    kept = _protect(three, 2)
+    for index in range(3):
+        wait_until(lambda index=index: _of_job(three, index) == {kept}, f"n{index} keeps one")
+    assert left.version not in _of_job(three, 0)
+
+
+def _offer_again(made: Cluster, manifest: Manifest, info) -> peer_pb2.OfferEvent:  # type: ignore[no-untyped-def]
+    request = peer_pb2.OfferRequest(
+        sender=sender_to_pb(Sender(made.nodes[0].address.identity, made.ranks[0].job, 1)),
+        objects=[info_to_pb(info)],
+        source=node_address_to_pb(made.nodes[0].address),
+        deadline_ms=1000,
+    )
+    (event,) = made.nodes[1].offer(request)
+    return event
+
+
+def test_a_late_copy_of_a_dropped_step_is_refused_and_makes_no_directory(three: Cluster) -> None:
+    """F48."""
+    manifest = three.save(1)
+    info = three.nodes[0].held(manifest.version.object("shard-0"))
+    assert info is not None
+    three.ranks[0].commit(manifest)
+    three.ranks[0].protected(manifest.version)
+    later = [_protect(three, step) for step in (2, 3)]
+    wait_until(lambda: _of_job(three, 1) == set(later), "step 1 is dropped")
+    event = _offer_again(three, manifest, info)
+    assert event.failed.error_kind == "ReplicationError"
+    assert "dropped" in event.failed.error_message
+    assert _of_job(three, 1) == set(later)
+
+
+def test_it_is_refused_after_a_restart_too(own_three: Cluster) -> None:
+    """F48: what was dropped is forgotten, that it is too old is not."""
+    manifest = own_three.save(1)
+    info = own_three.nodes[0].held(manifest.version.object("shard-0"))
+    own_three.ranks[0].commit(manifest)
+    own_three.ranks[0].protected(manifest.version)
+    later = [_protect(own_three, step) for step in (2, 3)]
+    wait_until(lambda: _of_job(own_three, 1) == set(later), "step 1 is dropped")
+    own_three.nodes[1].kill()
+    own_three.nodes[1].start()
+    event = _offer_again(own_three, manifest, info)
+    assert event.failed.error_kind == "ReplicationError"
+    assert "older than" in event.failed.error_message
+    assert _of_job(own_three, 1) == set(later)
+
+
+@pytest.fixture
+def tight(shm_root: Path):  # type: ignore[no-untyped-def]
+    """Two nodes that have room for a little more than two steps of 4 MiB per rank."""
+    with cluster(shm_root, 2, "--budget-bytes", "22Mi", "--keep-last", "5") as made:
+        made.join()
+        yield made
+
+
+def test_superseded_steps_make_room_before_a_reservation_fails(tight: Cluster) -> None:
+    """F22: keep_last = 5 would keep more than there is room for."""
+    data = b"x" * (4 * MIB)
+    versions = [_protect(tight, step, data) for step in (1, 2)]
+    versions += [_protect(tight, step, data) for step in (3, 4, 5)]
+    assert versions[-1] in _of_job(tight, 0)
+    assert versions[-1] in _of_job(tight, 1)
+    assert tight.nodes[0].counter("containers_dropped_under_pressure") >= 1
+    for node in tight.nodes:
+        assert all(node.held(versions[-1].object(f"shard-{i}")) is not None for i in range(2))
+
+
+def test_the_last_good_step_survives_a_full_store(tight: Cluster) -> None:
+    """F04: the error has numbers, and what was protected is still there and still recoverable."""
+    kept = _protect(tight, 1, b"x" * (4 * MIB))
+    rank: Rank = tight.ranks[0]
+    with pytest.raises(StoreFullError, match="budget of 23068672 bytes"):
+        rank.reserve(16 * MIB)
+    assert kept in _of_job(tight, 0)
+    plan = rank.lookup()
+    assert plan.found, plan.reason
+    # And a smaller one still fits.
+    assert rank.reserve(4 * MIB).capacity
+
+
+def test_what_is_brought_for_loading_is_kept_until_a_later_epoch_is_protected(three: Cluster) -> None:
+    """An operator goes back to an older step: it must not be dropped between retrieval and load."""
+    from cluster import sources_of
+
+    old = _protect(three, 1)
+    newest = _protect(three, 2)
+    plan = three.ranks[2].lookup(step=1)
+    events = three.ranks[2].retrieve(old, sources_of(plan))
+    assert all(event.done for event in events.values())
+    third = _protect(three, 3)
+    wait_until(lambda: _of_job(three, 0) == {newest, third}, "n0 dropped it")
+    assert old in _of_job(three, 2)
+    three.join(2)
+    later = [_protect(three, step) for step in (4, 5)]
+    wait_until(lambda: _of_job(three, 2) == set(later), "n2 dropped it")
+
+
+def test_a_step_with_a_hole_here_supersedes_nothing_here(three: Cluster) -> None:
+    """F01, F04: two newer steps are protected, but of each of them n0 lost its own object meanwhile."""
+    whole = _protect(three, 1)
+    for step in (2, 3):
+        manifest = three.save(step)
+        hurt = manifest.version.object("shard-0")
+        assert three.ranks[0].outcome(hurt).ok
+        with three.nodes[0].paths.object(hurt).open("r+b") as file:
+            file.write(b"\0\0")
+        entry = manifest.entries[0]
+        source = ObjectSource(entry.name, entry.size, entry.crc32c, "n0", ())
+        assert three.ranks[0].retrieve(manifest.version, [source])[entry.name].error_kind == "ObjectNotFoundError"
+        # Through another coordinator, for n0 itself no longer has what the manifest says.
+        three.ranks[1].commit(dataclasses.replace(manifest, coordinator_node_id="n1"))
+        three.ranks[1].protected(manifest.version)
+        wait_until(lambda version=manifest.version: version in three.nodes[0].protected(), "n0 knows")
+    wait_until(lambda: whole not in _of_job(three, 1), "n1, which has all that it is to have, dropped step 1")
+    assert whole in _of_job(three, 0)
