@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc.aio import EOF  # type: ignore[attr-defined]
+from grpc.aio import EOF
 
 from replicator.errors import DeadlineExceededError, PeerUnavailableError
 from replicator.ids import NodeAddress

@@ -32,7 +32,7 @@ class Server:
     def __init__(self, services: Sequence[str]) -> None:
         self.grpc = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         self._names = ("", *services)
-        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health: Any = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), self.grpc)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc.aio import EOF  # type: ignore[attr-defined]
+from grpc.aio import EOF
 
 from replicator.errors import (
     DeadlineExceededError,
@@ -84,7 +84,7 @@ class GrpcLane:
             call = read(request)
             while True:
                 async with asyncio.timeout(progress_timeout_s):
-                    chunk: bytes = await call.read()
+                    chunk: Any = await call.read()
                 if chunk is EOF:
                     break
                 filler.add(chunk)
@@ -160,7 +160,7 @@ OpenForRead = Callable[[data_pb2.ReadRequest], ServedObject]
 
 def data_service(
     open_object: OpenForRead, *, max_reads: int = MAX_READS, send_timeout_s: float = 30.0
-) -> grpc.GenericRpcHandler[data_pb2.ReadRequest, bytes]:
+) -> grpc.GenericRpcHandler:
     """The server's side, for `grpc.aio.Server.add_generic_rpc_handlers`.
 
     Args:
@@ -194,7 +194,7 @@ def data_service(
         except ReplicatorError as error:
             await abort(context, error)
 
-    handler = grpc.unary_stream_rpc_method_handler(
+    handler: Any = grpc.unary_stream_rpc_method_handler(
         read, request_deserializer=data_pb2.ReadRequest.FromString, response_serializer=None
     )
     return grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
