@@ -135,14 +135,13 @@ class Decision:
     rejected: tuple[Rejected, ...]
 
 
-def recency(version: ContainerVersion) -> tuple[int, int, int]:
-    """Sort key of the versions of one job: (epoch, step, attempt), the greater the newer.
+def recency(version: ContainerVersion) -> tuple[int, int]:
+    """Sort key of the versions of one job: when the save was begun; the greater the newer.
 
-    A later epoch that went back to an older step and continued is newer than the steps which the earlier
-    epoch had reached and which were then abandoned.
+    A job that went back to an older step and continued, in a new epoch or within one, is newer than the
+    steps which it had reached before and then abandoned.
     """
-    epoch, attempt = split_generation(version.generation)
-    return epoch, version.container.step, attempt
+    return version.generation, version.container.step
 
 
 def describe(version: ContainerVersion) -> str:

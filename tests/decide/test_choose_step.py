@@ -239,8 +239,8 @@ def test_node_that_answers_twice_is_one_holder() -> None:
     assert "at least 1 node." in decision.reason
 
 
-def test_within_an_epoch_the_greater_step_is_newer_whatever_the_attempts() -> None:
-    """Step 10 was saved a second time (attempt 1) after step 20 had been saved once."""
-    again, further = version(10, attempt=1), version(20, attempt=0)
-    inventories = [node("n1", holds(again, A), holds(further, A))]
-    assert choose_step(inventories, {v: manifest(v, A) for v in (again, further)}).version == further
+def test_what_was_begun_last_is_newest_also_within_an_epoch() -> None:
+    """The job went back from step 20 to an older one and went on from there, without a restart: F12's kind."""
+    further, later = version(20, attempt=0), version(10, attempt=1)
+    inventories = [node("n1", holds(later, A), holds(further, A))]
+    assert choose_step(inventories, {v: manifest(v, A) for v in (later, further)}).version == later
