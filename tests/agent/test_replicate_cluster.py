@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_harness import wait_until
-from cluster import JOB, MIB, Cluster, cluster, dead_peer, mute_peer
+from cluster import JOB, MIB, Cluster, cluster, dead_peer, mute_peer, sources_of
 
 from replicator.errors import InvalidIdError, ObjectNotFoundError, StaleEpochError
 from replicator.ids import NodeAddress, NodeIdentity
@@ -212,6 +212,24 @@ def test_the_gRPC_lane_alone_does_it_too(shm_root: Path) -> None:
         copy = made.nodes[1].held(one)
         assert copy is not None
         assert copy.same_content(info)
+
+
+def test_with_tls_bytes_take_the_encrypted_port_only(shm_root: Path, certificates: Path) -> None:
+    """F37, F39: no plain TCP is offered, and recovery works the same."""
+    files = {"--tls-ca": "ca.pem", "--tls-cert": "node.pem", "--tls-key": "node.key"}
+    flags = [part for flag, name in files.items() for part in (flag, str(certificates / name))]
+    with cluster(shm_root, 2, *flags) as made:
+        made.join()
+        manifest = made.save(1, b"secret" * 1_000_000)
+        made.ranks[0].commit(manifest)
+        made.ranks[0].protected(manifest.version)
+        events = [event.replication for event in made.ranks[0].seen if event.HasField("replication")]
+        assert [event.lane for event in events] == ["grpc"]
+        assert made.nodes[0].agent is not None
+        assert made.nodes[0].agent.record["bulk_address"] == ""
+        retrieved = made.ranks[0].retrieve(manifest.version, sources_of(made.ranks[0].lookup()))
+        assert all(event.done for event in retrieved.values())
+        assert {event.lane for event in retrieved.values() if not event.was_local} <= {"grpc"}
 
 
 def test_a_full_buddy_says_so_with_numbers(shm_root: Path) -> None:
