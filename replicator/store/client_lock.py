@@ -29,6 +29,7 @@ class ClientLock:
     def __init__(self, paths: StorePaths, client_id: str) -> None:
         self._path = str(paths.client(client_id))
         self._fd = -1
+        self._pid = os.getpid()
 
     def acquire(self) -> None:
         """Make and lock the file.
@@ -58,10 +59,11 @@ class ClientLock:
         with _held_lock:
             _held[self._path] = os.getpid()
         self._fd = fd
+        self._pid = os.getpid()
 
     def close(self) -> None:
-        """Give the lock back and remove the file. Idempotent."""
-        if self._fd < 0:
+        """Give the lock back and remove the file. Idempotent; does nothing in a forked child, whose lock it is not."""
+        if self._fd < 0 or os.getpid() != self._pid:
             return
         with _held_lock:
             _held.pop(self._path, None)
@@ -79,7 +81,10 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 def is_client_alive(paths: StorePaths, client_id: str) -> bool:
-    """Whether the process that is this client lives. False for a client that is not known."""
+    """Whether the process that is this client lives. False for a client that is not known.
+
+    When it cannot be found out, it is taken to live: nothing of it is then given to others.
+    """
     path = str(paths.client(client_id))
     with _held_lock:
         if _held.get(path) == os.getpid():
@@ -88,6 +93,8 @@ def is_client_alive(paths: StorePaths, client_id: str) -> bool:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError:
+            return True
         try:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from replicator.errors import StoreFullError
 
 BUDGET_FRACTION = 0.9
 # cgroup v1 says "unlimited" with a number near 2^63.
@@ -28,6 +33,25 @@ def free_bytes(path: Path) -> int:
     """Bytes that may still be written to the file system of `path`."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a file system had no room: for bytes, for files, or within a quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def room_for(what: str, root: Path) -> Iterator[None]:
+    """Raises StoreFullError, with numbers, when the file system turns out to be full within the block."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise StoreFullError(
+            f"no room for {what}: the file system of {root} has {free_bytes(root)} bytes and "
+            f"{os.statvfs(root).f_favail} files left; make it larger, keep fewer checkpoints, or remove other files"
+        ) from None
 
 
 def cgroup_limit() -> int | None:
@@ -64,10 +88,10 @@ def _read_limit(path: Path) -> int | None:
     return limit if limit < _UNLIMITED else None
 
 
-def default_budget(path: Path, already_used: int) -> int:
-    """90% of what the file system and the cgroup leave for the store, what it uses already included. Bytes."""
-    limits = [free_bytes(path) + already_used]
-    limit = cgroup_limit()
-    if limit is not None:
-        limits.append(limit)
-    return int(BUDGET_FRACTION * min(limits))
+def default_budget(path: Path, already_used: int, limit: int | None) -> int:
+    """90% of what the file system and the cgroup leave for the store, what it uses already included. Bytes.
+
+    `limit` is that of the cgroup, None when there is none.
+    """
+    available = free_bytes(path) + already_used
+    return int(BUDGET_FRACTION * (available if limit is None else min(available, limit)))

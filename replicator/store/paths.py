@@ -10,11 +10,12 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicator.errors import StoreRootError
+from replicator.errors import InvalidIdError, StoreRootError
 from replicator.ids import (
     CheckpointContainerId,
     ContainerVersion,
@@ -140,30 +141,36 @@ def _version_path(version: ContainerVersion) -> str:
 
 
 def walk_versions(top: Path) -> Iterator[tuple[ContainerVersion | None, Path]]:
-    """All (version, directory) under objects/ or manifests/; version None for what does not belong there."""
-    for job in _entries(top):
-        for step in _entries(job):
-            for generation in _entries(step):
-                yield _version_of(job.name, step.name, generation.name), generation
+    """All (version, directory) under objects/ or manifests/; (None, path) for what does not belong there."""
+    for job in sorted(top.iterdir()):
+        if not _is_directory(job) or not _is_valid(validate_job, job.name):
+            yield None, job
+            continue
+        for step in sorted(job.iterdir()):
+            if not _is_directory(step) or not _is_valid(parse_step_name, step.name):
+                yield None, step
+                continue
+            for generation in sorted(step.iterdir()):
+                yield _version_of(job.name, step.name, generation), generation
 
 
-def _entries(directory: Path) -> list[Path]:
+def _is_directory(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _is_valid(validate: Callable[[str], object], name: str) -> bool:
     try:
-        return sorted(directory.iterdir())
-    except (NotADirectoryError, FileNotFoundError):
-        return []
+        validate(name)
+    except InvalidIdError:
+        return False
+    return True
 
 
-def _version_of(job: str, step: str, generation: str) -> ContainerVersion | None:
-    try:
-        if not _GENERATION.fullmatch(generation):
-            return None
-        container = CheckpointContainerId(job, parse_step_name(step))
-        if container.step_name != step:
-            return None
-        return ContainerVersion(container, int(generation, 16))
-    except ValueError:
+def _version_of(job: str, step: str, generation: Path) -> ContainerVersion | None:
+    if not _is_directory(generation) or not _GENERATION.fullmatch(generation.name):
         return None
+    container = CheckpointContainerId(job, parse_step_name(step))
+    return ContainerVersion(container, int(generation.name, 16)) if container.step_name == step else None
 
 
 def object_of_file(version: ContainerVersion, file_name: str) -> ObjectVersion | None:

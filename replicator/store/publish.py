@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from replicator.errors import CorruptObjectError, ObjectExistsError, SegmentError, StoreError
+from replicator.store.mounts import room_for
 from replicator.store.paths import StorePaths
 from replicator.store.trailer import ObjectInfo, read_trailer
 
@@ -23,6 +24,7 @@ def publish(paths: StorePaths, segment: str, info: ObjectInfo) -> Path:
 
     Raises:
         ObjectExistsError: the name is taken by other content.
+        StoreFullError: no room for the directory of the object.
         CorruptObjectError: the segment's trailer is not that of `info`.
         SegmentError: there is no such segment.
     """
@@ -39,9 +41,10 @@ def publish(paths: StorePaths, segment: str, info: ObjectInfo) -> Path:
         )
     # A container that is dropped at this moment takes its directory away between mkdir and rename.
     for _ in range(100):
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            rename_new(source, target)
+            with room_for(f"the name of {info.object}", paths.root):
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                rename_new(source, target)
             return target
         except FileExistsError:
             if not _is_there(target, info):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import time
-import weakref
 from collections.abc import Iterable
-from typing import Any
 
-from replicator.errors import CorruptObjectError, ObjectNotFoundError
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, SegmentError
 from replicator.ids import ObjectVersion
 from replicator.native import crc32c
+from replicator.store import mapping
 from replicator.store.paths import StorePaths
 from replicator.store.trailer import ObjectInfo, read_trailer
 
@@ -25,29 +23,29 @@ class ObjectReader:
     """A sealed object, open. Use as a context manager. `fd` reads the payload at its offsets, from 0 to `info.size`.
 
     A shared flock on `fd` keeps the memory from being recycled; it lasts until the reader is closed and nobody
-    holds a part of `view` any more.
+    holds a part of `view` any more. A forked child has neither.
     """
 
     def __init__(self, fd: int, info: ObjectInfo) -> None:
         self.fd = fd
         self.info = info
+        self._pid = os.getpid()
         self._view: memoryview | None = None
-        self._map: mmap.mmap | None = None
-        self._owner: Any = None
 
     @property
     def view(self) -> memoryview:
-        """The payload, read-only; mapped at first use."""
+        """The payload, read-only; mapped at first use.
+
+        Raises:
+            SegmentError: the reader is closed.
+            OSError: it cannot be mapped.
+        """
         if self._view is None:
+            if self.fd < 0:
+                raise SegmentError(f"the reader of {self.info.object} is closed; open the object again")
             if self.info.size == 0:
-                self._view = memoryview(b"")
-            else:
-                self._map = mmap.mmap(self.fd, self.info.size, mmap.MAP_SHARED, mmap.PROT_READ)
-                self._map.madvise(mmap.MADV_DONTFORK)
-                # The descriptor, and with it the lock, lives as long as the mapping.
-                self._owner = weakref.finalize(self._map, os.close, self.fd)
-                self._owner.atexit = False
-                self._view = memoryview(self._map)
+                return memoryview(b"")
+            self._view = mapping.map_file(self.fd, self.info.size, writable=False)
         return self._view
 
     def verify(self, blocks: Iterable[int] | None = None) -> None:
@@ -70,20 +68,11 @@ class ObjectReader:
 
     def close(self) -> None:
         """Idempotent. Parts of `view` that somebody still holds stay valid."""
-        if self.fd < 0:
-            return
         fd, self.fd = self.fd, -1
-        if self._map is None:
-            os.close(fd)
-            return
-        mapped, view, self._map, self._view = self._map, self._view, None, None
-        self._owner = None
-        try:
-            if view is not None:
-                view.release()
-            mapped.close()
-        except BufferError:
-            return  # the finalizer closes the descriptor when the last part is let go
+        if self._view is not None:
+            self._view = None  # the descriptor goes with the mapping, when the last part is let go
+        elif fd >= 0 and os.getpid() == self._pid:
+            mapping.close(fd)
 
     def __enter__(self) -> ObjectReader:
         return self
@@ -101,7 +90,7 @@ def open_object(paths: StorePaths, one: ObjectVersion) -> ObjectReader:
     """
     path = paths.object(one)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = mapping.open_parents_only(path, os.O_RDONLY)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"this node does not hold {one}") from None
     try:
@@ -114,7 +103,7 @@ def open_object(paths: StorePaths, one: ObjectVersion) -> ObjectReader:
             raise CorruptObjectError(f"expected {one} in {path}, found {info.object}")
         return ObjectReader(fd, info)
     except BaseException:
-        os.close(fd)
+        mapping.close(fd)
         raise
 
 

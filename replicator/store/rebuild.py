@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from replicator.errors import CorruptObjectError, StoreRootError
+from replicator.ids import MAX_ATTEMPT, ContainerVersion, split_generation
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
 from replicator.store.paths import TEMPORARY, SegmentName, StorePaths, object_of_file, walk_versions
 from replicator.store.pool import SegmentPool
-from replicator.store.records import Records
-from replicator.store.trailer import read_trailer
+from replicator.store.quarantine import move_away
+from replicator.store.records import JobState, Records
+from replicator.store.trailer import ObjectInfo, read_trailer
+
+logger = logging.getLogger("replicator.store")
+
+# Attempts that may have been given out beyond those of which something is here.
+_ATTEMPTS_SKIPPED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +41,97 @@ class RebuildReport:
         )
 
 
-def rebuild(paths: StorePaths, index: Index, pool: SegmentPool, records: Records) -> RebuildReport:
-    """Fill an empty index and pool."""
+def rebuild(
+    paths: StorePaths, index: Index, pool: SegmentPool, records: Records, jobs: dict[str, JobState]
+) -> RebuildReport:
+    """Fill an empty index and pool, and `jobs`. What is damaged or does not belong there goes to quarantine."""
     removed = _remove_temporaries(paths)
-    quarantined = 0
-    objects = 0
-    for version, directory in walk_versions(paths.objects):
-        if version is None:
-            quarantined += move_away(paths, directory)
-            continue
-        for path in sorted(directory.iterdir()):
-            one = object_of_file(version, path.name)
-            try:
-                if one is None:
-                    raise CorruptObjectError(f"{path.name} is not the name of an object")
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    info, capacity = read_trailer(fd), os.fstat(fd).st_size
-                finally:
-                    os.close(fd)
-                if info.object != one:
-                    raise CorruptObjectError(f"expected {one}, found {info.object}")
-            except (CorruptObjectError, OSError):
-                quarantined += move_away(paths, path)
-                continue
-            index.add(info, capacity)
-            objects += 1
     manifests = 0
-    for version, data, is_protected in records.manifests():
-        if data is None:
-            quarantined += move_away(paths, paths.manifest_of(version))
+    bad = _index_objects(paths, index)
+    for found in records.manifests():
+        if isinstance(found, Path):
+            bad.append(found)
             continue
-        index.set_manifest(version, data)
+        index.set_manifest(found.version, found.data)
         manifests += 1
-        if is_protected:
-            index.set_protected(version)
-    for path in sorted(paths.segments.iterdir()):
-        try:
-            pool.adopt_file(SegmentName.parse(path.name))
-        except StoreRootError:
-            quarantined += move_away(paths, path)
+        if found.is_protected:
+            index.set_protected(found.version)
+    bad += _take_segments(paths, pool)
+    for state in records.jobs():
+        if isinstance(state, Path):
+            bad.append(state)
+        else:
+            jobs[state.job] = state
+    quarantined = 0
+    for path in bad:
+        logger.error("%s is damaged or does not belong there; it is put in quarantine", path)
+        quarantined += move_away(paths, path)
+        if path.parent == paths.jobs:
+            _restore_job(path.stem, index, records, jobs)
+    for top in (paths.objects, paths.manifests):
+        _remove_empty_below(top)
     for client_id in paths.client_ids():
         if not is_client_alive(paths, client_id):
             paths.client(client_id).unlink(missing_ok=True)
-    return RebuildReport(objects, manifests, quarantined, removed)
+    return RebuildReport(index.object_count, manifests, quarantined, removed)
+
+
+def _index_objects(paths: StorePaths, index: Index) -> list[Path]:
+    """Returns what is no object."""
+    bad = []
+    for version, directory in walk_versions(paths.objects):
+        if version is None:
+            bad.append(directory)
+            continue
+        for path in sorted(directory.iterdir()):
+            try:
+                index.add(*_read(version, path))
+            except (CorruptObjectError, OSError):
+                bad.append(path)
+    return bad
+
+
+def _read(version: ContainerVersion, path: Path) -> tuple[ObjectInfo, int]:
+    """The object in a file and the bytes it takes. Raises CorruptObjectError, OSError."""
+    one = object_of_file(version, path.name)
+    if one is None:
+        raise CorruptObjectError(f"{path.name} is not the name of an object")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        info, capacity = read_trailer(fd), os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+    if info.object != one:
+        raise CorruptObjectError(f"expected {one}, found {info.object}")
+    return info, capacity
+
+
+def _take_segments(paths: StorePaths, pool: SegmentPool) -> list[Path]:
+    """Returns what is no segment."""
+    bad = []
+    for path in sorted(paths.segments.iterdir()):
+        try:
+            name = SegmentName.parse(path.name)
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise StoreRootError(f"{path} is not a file")
+            pool.adopt_file(name)
+        except FileNotFoundError:
+            continue  # its trainer sealed it, or gave it up, just now
+        except StoreRootError:
+            bad.append(path)
+    return bad
+
+
+def _restore_job(job: str, index: Index, records: Records, jobs: dict[str, JobState]) -> None:
+    """Of a job whose file was damaged, the epoch is at least that of its newest container here."""
+    newest = max((version.generation for version in index.versions(job)), default=0)
+    if not newest:
+        return
+    epoch, attempt = split_generation(newest)
+    state = JobState(job, epoch, (), 1, attempt=min(attempt + _ATTEMPTS_SKIPPED, MAX_ATTEMPT))
+    records.put_job(state)
+    jobs[job] = state
+    logger.error("the epoch of job %s is taken to be %d, that of its newest container here", job, epoch)
 
 
 def _remove_temporaries(paths: StorePaths) -> int:
@@ -90,9 +145,9 @@ def _remove_temporaries(paths: StorePaths) -> int:
     return removed
 
 
-def move_away(paths: StorePaths, path: Path) -> int:
-    """Put a damaged file or directory into quarantine/; the number of files moved (0 or 1)."""
-    with contextlib.suppress(OSError):
-        path.rename(paths.quarantine / f"{path.name[:80]}.{secrets.token_hex(8)}")
-        return 1
-    return 0
+def _remove_empty_below(top: Path) -> None:
+    for name, _, _ in os.walk(top, topdown=False):
+        directory = Path(name)
+        if directory != top:
+            with contextlib.suppress(OSError):
+                directory.rmdir()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicator.errors import CorruptObjectError, InvalidIdError, StoreError
+from replicator.errors import CorruptObjectError, InvalidIdError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, validate_job
 from replicator.native import crc32c
 from replicator.store.paths import StorePaths, walk_versions, write_atomic
@@ -37,6 +37,15 @@ class JobState:
     attempt: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StoredManifest:
+    """A manifest as it was put, its checksum verified."""
+
+    version: ContainerVersion
+    data: bytes
+    is_protected: bool
+
+
 class Records:
     """Reads and writes the small files; each change is one rename. Not thread-safe."""
 
@@ -58,19 +67,23 @@ class Records:
             (directory / name).unlink(missing_ok=True)
         remove_empty(directory, self._paths.manifests)
 
-    def manifests(self) -> Iterator[tuple[ContainerVersion, bytes | None, bool]]:
-        """All (version, manifest, whether protected); None for a manifest that is damaged."""
+    def manifests(self) -> Iterator[StoredManifest | Path]:
+        """All manifests; the path of what is damaged or does not belong there. A mark that was left over is removed."""
         for version, directory in walk_versions(self._paths.manifests):
-            if version is None or not (directory / _MANIFEST).exists():
+            if version is None:
+                yield directory
                 continue
+            yield from (path for path in sorted(directory.iterdir()) if path.name not in (_MANIFEST, _PROTECTED))
+            is_protected = (directory / _PROTECTED).exists()
             try:
-                data: bytes | None = _read_manifest(directory / _MANIFEST)
-            except CorruptObjectError:
-                data = None
-            yield version, data, (directory / _PROTECTED).exists()
+                yield StoredManifest(version, _read_manifest(directory / _MANIFEST), is_protected)
+            except FileNotFoundError:
+                (directory / _PROTECTED).unlink(missing_ok=True)
+            except (CorruptObjectError, OSError):
+                yield directory
 
     def put_job(self, state: JobState) -> None:
-        content = {
+        content: dict[str, object] = {
             "epoch": state.epoch,
             "replicas": state.replicas,
             "members": _nodes_to_json(state.members),
@@ -78,13 +91,16 @@ class Records:
             "remembered": _nodes_to_json(state.remembered),
             "attempt": state.attempt,
         }
-        text = json.dumps(content)
+        text = json.dumps({"crc32c": _json_crc(content), "state": content})
         write_atomic(self._paths.job(state.job), text.encode())
 
-    def jobs(self) -> Iterator[JobState]:
-        """Raises StoreError for a damaged file: an epoch that was forgotten could let an old incarnation in."""
-        for path in sorted(self._paths.jobs.glob("*.json")):
-            yield _read_job(path)
+    def jobs(self) -> Iterator[JobState | Path]:
+        """The state of all jobs; the path of what is damaged or does not belong there."""
+        for path in sorted(self._paths.jobs.iterdir()):
+            try:
+                yield _read_job(path)
+            except (CorruptObjectError, OSError):
+                yield path
 
 
 def _read_manifest(path: Path) -> bytes:
@@ -98,8 +114,12 @@ def _read_manifest(path: Path) -> bytes:
 
 
 def _read_job(path: Path) -> JobState:
+    """Raises CorruptObjectError, OSError."""
     try:
-        found = json.loads(path.read_bytes())
+        stored = json.loads(path.read_bytes())
+        found = stored["state"]
+        if path.suffix != ".json" or _json_crc(found) != stored["crc32c"]:
+            raise ValueError("it does not match its checksum")
         return JobState(
             job=validate_job(path.stem),
             epoch=int(found["epoch"]),
@@ -109,11 +129,12 @@ def _read_job(path: Path) -> JobState:
             remembered=_nodes_from_json(found["remembered"]),
             attempt=int(found["attempt"]),
         )
-    except (ValueError, KeyError, TypeError, InvalidIdError) as error:
-        raise StoreError(
-            f"{path} is damaged ({error}); without it an old incarnation of the job could not be refused. Stop the "
-            "job on all nodes, then remove the file"
-        ) from None
+    except (ValueError, LookupError, TypeError, InvalidIdError) as error:
+        raise CorruptObjectError(f"{path} is damaged: {error}") from None
+
+
+def _json_crc(content: object) -> int:
+    return crc32c(json.dumps(content, sort_keys=True).encode())
 
 
 def _nodes_to_json(nodes: tuple[NodeAddress, ...]) -> list[list[str]]:

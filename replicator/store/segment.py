@@ -7,15 +7,17 @@ are recycled by rename, and a process keeps its mapping of a segment as long as 
 from __future__ import annotations
 
 import ctypes
-import errno
-import mmap
 import os
 import threading
 from pathlib import Path
 
-from replicator.errors import SegmentError, StoreError, StoreFullError
-from replicator.store.mounts import free_bytes
+from replicator.errors import SegmentError, StoreError
+from replicator.store import mapping
+from replicator.store.mounts import room_for
 from replicator.store.paths import SegmentName, StorePaths
+
+MAX_KEPT = 256
+"""Mappings that a process keeps; each takes a descriptor."""
 
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,22 +35,18 @@ def create_segment(paths: StorePaths, client_id: str, capacity: int) -> tuple[st
     name = SegmentName.new(client_id).text
     path = paths.segment(name)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with room_for(f"a segment of {capacity} bytes", paths.root):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, capacity)
+                return name, os.fstat(fd).st_ino
+            except BaseException:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(fd)
     except OSError as error:
-        raise StoreError(f"cannot make a segment in {paths.segments}: {error.strerror}") from None
-    try:
-        os.posix_fallocate(fd, 0, capacity)
-        return name, os.fstat(fd).st_ino
-    except OSError as error:
-        os.unlink(path)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreFullError(
-                f"no room for a segment of {capacity} bytes: the file system of {paths.root} has "
-                f"{free_bytes(paths.root)} bytes left; make it larger, keep fewer checkpoints, or remove other files"
-            ) from None
-        raise StoreError(f"cannot allocate {capacity} bytes in {paths.segments}: {error.strerror}") from None
-    finally:
-        os.close(fd)
+        raise StoreError(f"cannot make a segment of {capacity} bytes in {paths.segments}: {error.strerror}") from None
 
 
 def discard(path: Path) -> None:
@@ -69,22 +67,27 @@ def discard(path: Path) -> None:
 
 
 class MappedSegment:
-    """A segment mapped for writing. `view` covers all of it; forked children do not inherit the mapping."""
+    """A segment mapped for writing. `view` covers all of it; forked children do not inherit the mapping.
+
+    It stays mapped while this, or a part of `view`, is held by anybody.
+
+    Raises:
+        OSError: the file cannot be opened or mapped.
+        SegmentError: the file is empty.
+    """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.name = name
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = mapping.open_parents_only(path, os.O_RDWR)
         try:
             found = os.fstat(self._fd)
             self.inode = found.st_ino
             self.capacity = found.st_size
             if not self.capacity:
                 raise SegmentError(f"segment {name} is empty; it was not reserved")
-            self._map = mmap.mmap(self._fd, self.capacity)
-            self._map.madvise(mmap.MADV_DONTFORK)
-            self.view = memoryview(self._map)
+            self.view = mapping.map_file(self._fd, self.capacity, writable=True)
         except BaseException:
-            os.close(self._fd)
+            mapping.close(self._fd)
             raise
 
     @property
@@ -92,21 +95,12 @@ class MappedSegment:
         """Whether the file still has a name: what has none is not going to be used again."""
         return os.fstat(self._fd).st_nlink > 0
 
-    def close(self) -> None:
-        """Unmap. While somebody still holds a part of `view`, the mapping itself stays until they let go."""
-        if self._fd < 0:
-            return
-        os.close(self._fd)
-        self._fd = -1
-        try:
-            self.view.release()
-            self._map.close()
-        except BufferError:
-            return
-
 
 class MappingCache:
-    """The segments that this process has mapped, by inode. Thread-safe."""
+    """The segments that this process has mapped, by inode. Thread-safe.
+
+    The largest are kept, a bounded number: mapping anew costs by the byte.
+    """
 
     def __init__(self, paths: StorePaths) -> None:
         self._paths = paths
@@ -124,27 +118,25 @@ class MappingCache:
         with self._lock:
             self._drop_unlinked()
             mapped = self._mapped.get(inode)
-            if mapped is None or mapped.capacity < capacity:
-                try:
-                    mapped = MappedSegment(self._paths.segment(name), name)
-                except OSError as error:
-                    raise SegmentError(
-                        f"cannot map segment {name} in {self._paths.segments}: {error.strerror}"
-                    ) from None
-                if mapped.inode != inode or mapped.capacity < capacity:
-                    found = f"inode {mapped.inode} of {mapped.capacity} bytes"
-                    mapped.close()
-                    raise SegmentError(f"expected segment {name} with inode {inode} of {capacity} bytes, found {found}")
-                self._mapped[inode] = mapped
+            if mapped is None:
+                mapped = self._map(name)
+            if mapped.inode != inode or mapped.capacity < capacity:
+                found = f"inode {mapped.inode} of {mapped.capacity} bytes"
+                raise SegmentError(f"expected segment {name} with inode {inode} of {capacity} bytes, found {found}")
             mapped.name = name
+            self._keep(mapped)
             return mapped
 
-    def forget(self, inode: int) -> None:
-        """Unmap a segment that is not going to be used again."""
-        with self._lock:
-            mapped = self._mapped.pop(inode, None)
-            if mapped is not None:
-                mapped.close()
+    def _map(self, name: str) -> MappedSegment:
+        try:
+            return MappedSegment(self._paths.segment(name), name)
+        except OSError as error:
+            raise SegmentError(f"cannot map segment {name} in {self._paths.segments}: {error.strerror}") from None
+
+    def _keep(self, mapped: MappedSegment) -> None:
+        self._mapped[mapped.inode] = mapped
+        if len(self._mapped) > MAX_KEPT:
+            del self._mapped[min(self._mapped.values(), key=lambda kept: kept.capacity).inode]
 
     def mapped_bytes(self) -> int:
         with self._lock:
@@ -154,10 +146,8 @@ class MappingCache:
         for inode, mapped in list(self._mapped.items()):
             if not mapped.is_linked:
                 del self._mapped[inode]
-                mapped.close()
 
     def close(self) -> None:
+        """Keep none. Those in use stay mapped for their users."""
         with self._lock:
-            for mapped in self._mapped.values():
-                mapped.close()
             self._mapped.clear()

@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from replicator.errors import CorruptObjectError, SegmentError, StoreError, StoreFullError, StoreRootError
@@ -19,20 +19,21 @@ from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
-from replicator.store.mounts import default_budget, free_bytes
+from replicator.store.mounts import cgroup_limit, default_budget, free_bytes, room_for
 from replicator.store.paths import StorePaths, check_client_id
-from replicator.store.pool import Reservation, SegmentPool
+from replicator.store.pool import Doomed, Reservation, SegmentPool
 from replicator.store.publish import publish
+from replicator.store.quarantine import Quarantine, move_away
 from replicator.store.reader import open_object
-from replicator.store.rebuild import RebuildReport, move_away, rebuild
+from replicator.store.rebuild import RebuildReport, rebuild
 from replicator.store.records import JobState, Records, remove_empty
 from replicator.store.segment import create_segment
 from replicator.store.trailer import PAGE, ObjectInfo
 
 logger = logging.getLogger("replicator.store")
 
-_KEPT_IN_QUARANTINE = 16
 _PRESSURE_ROUNDS = 3
+_REMEMBERED_GONE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,9 @@ class Store:
         self._pool = self._new_pool()
         self._jobs: dict[str, JobState] = {}
         self._budget = budget_bytes
-        self._quarantined = 0
-        self._quarantined_bytes = 0
-        self._in_quarantine: set[str] = set()
+        self._quarantine = Quarantine(paths)
         self._in_flight = 0
+        self._gone: dict[str, None] = {}
 
     def _new_pool(self) -> SegmentPool:
         return SegmentPool(
@@ -113,20 +113,45 @@ class Store:
                 self._agent_lock = -1
 
     def rebuild(self) -> RebuildReport:
-        """Read the index from the files. Call it once, before anything else.
-
-        Raises:
-            StoreError: what is known of a job cannot be read.
-        """
-        with self._lock:
+        """Read the index from the files, and settle the budget. Call it once, before anything else."""
+        with self._changing():
             self._index = Index()
             self._pool = self._new_pool()
-            self._jobs = {state.job: state for state in self._records.jobs()}
-            report = rebuild(self.paths, self._index, self._pool, self._records)
-            self._count_quarantine()
-            if not self._budget:
-                self._budget = default_budget(self.paths.root, self._used())
+            self._jobs = {}
+            report = rebuild(self.paths, self._index, self._pool, self._records, self._jobs)
+            self._quarantine.look()
+            self._budget = self._settled_budget()
             return report
+
+    def _settled_budget(self) -> int:
+        limit = cgroup_limit()
+        most = default_budget(self.paths.root, self._used(), limit)
+        if not self._budget:
+            return most
+        if limit is not None and self._budget > limit:
+            logger.warning(
+                "budget_bytes is %d, but this process may use %d bytes of memory (its cgroup's limit), beyond which it "
+                "would be killed: %d are used; raise the container's memory limit",
+                self._budget,
+                limit,
+                most,
+            )
+            return most
+        return self._budget
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock; after it, remove the files that were given up meanwhile. Not to be nested."""
+        doomed: list[Doomed] = []
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    doomed, self._pool.doomed = self._pool.doomed, []
+        finally:
+            for file in doomed:
+                file.remove()
 
     # -- writing
 
@@ -135,68 +160,81 @@ class Store:
 
         Raises:
             StoreFullError: beyond the budget, or no room in the file system, with numbers.
+            SegmentError: not a capacity, or the client has died meanwhile.
         """
         check_client_id(client_id)
         if capacity <= 0:
             raise SegmentError(f"expected a capacity of 1 byte or more, found {capacity}")
         capacity = -(-capacity // PAGE) * PAGE
-        with self._lock:
-            found = self._pool.take(client_id, capacity)
+        for attempt in range(_PRESSURE_ROUNDS + 1):
+            found, lacking = self._take(client_id, capacity)
             if found is not None:
                 return found
-        self._make_room(capacity)
-        # Allocating clears memory, which takes its time: not under the lock.
-        try:
-            return self._create(client_id, capacity)
-        except StoreFullError:
-            with self._lock:
-                gained = self._pool.trim(capacity)
-            if gained < capacity:
-                gained += self.on_pressure(capacity - gained)
-                with self._lock:
-                    self._pool.trim(capacity)
-            if not gained:
-                raise
-            return self._create(client_id, capacity)
-        finally:
-            with self._lock:
-                self._in_flight -= capacity
-
-    def _create(self, client_id: str, capacity: int) -> Reservation:
-        name, inode = create_segment(self.paths, client_id, capacity)
-        reservation = Reservation(name, inode, capacity)
-        with self._lock:
-            self._pool.add(reservation)
-        return reservation
-
-    def _make_room(self, capacity: int) -> None:
-        """Count `capacity` bytes as in flight, within the budget."""
-        for _ in range(_PRESSURE_ROUNDS):
-            with self._lock:
-                lacking = self._lacking(capacity)
-                if lacking > 0:
-                    lacking -= self._pool.trim(lacking)
-                if lacking <= 0:
-                    self._in_flight += capacity
-                    return
-            if self.on_pressure(lacking) <= 0:
-                break
-        with self._lock:
-            lacking = self._lacking(capacity)
-            if lacking > 0:
-                lacking -= self._pool.trim(lacking)
             if lacking <= 0:
-                self._in_flight += capacity
-                return
-            usage = self.usage()
+                return self._create(client_id, capacity)
+            if attempt == _PRESSURE_ROUNDS or capacity > self._budget or self.on_pressure(lacking) <= 0:
+                break
+        # Another thread may have made room meanwhile.
+        found, lacking = self._take(client_id, capacity)
+        if found is not None:
+            return found
+        if lacking <= 0:
+            return self._create(client_id, capacity)
+        usage = self.usage()
         raise StoreFullError(
             f"no room for {capacity} bytes: of the budget of {usage.budget_bytes} bytes, {usage.sealed_bytes} hold "
             f"sealed objects and {usage.reserved_bytes} are being written, and nothing more may be dropped; raise "
             f"budget_bytes (the file system has {free_bytes(self.paths.root)} bytes left) or keep fewer checkpoints"
         )
 
-    def _lacking(self, capacity: int) -> int:
-        return self._used() + self._in_flight + capacity - self._budget
+    def _take(self, client_id: str, capacity: int) -> tuple[Reservation | None, int]:
+        """A free segment; else what the budget lacks (bytes), or 0 when `capacity` is now counted as in flight."""
+        with self._changing():
+            found = self._pool.take(client_id, capacity)
+            if found is not None:
+                return found, 0
+            lacking = self._used() + self._in_flight + capacity - self._budget
+            if capacity <= self._budget:
+                lacking -= self._pool.trim(lacking)
+                lacking -= self._quarantine.trim(lacking)
+            if lacking <= 0:
+                self._in_flight += capacity
+            return None, max(lacking, 0)
+
+    def _create(self, client_id: str, capacity: int) -> Reservation:
+        """Make a segment that is counted as in flight. Allocating clears memory: that is not done under the lock."""
+        try:
+            try:
+                name, inode = create_segment(self.paths, client_id, capacity)
+            except StoreFullError:
+                # Within the budget, but somebody else fills the file system.
+                found = self._make_room(client_id, capacity)
+                if found is not None:
+                    return found
+                name, inode = create_segment(self.paths, client_id, capacity)
+            reservation = Reservation(name, inode, capacity)
+            with self._changing():
+                self._pool.add(reservation)
+                if client_id in self._gone and not is_client_alive(self.paths, client_id):
+                    self._pool.release(name)
+                    raise SegmentError(f"client {client_id} has died while {capacity} bytes were allocated for it")
+            return reservation
+        finally:
+            with self._lock:
+                self._in_flight -= capacity
+
+    def _make_room(self, client_id: str, capacity: int) -> Reservation | None:
+        """Give up what the file system may get back; a free segment that came of it and fits."""
+        with self._changing():
+            gained = self._pool.trim(capacity)
+            gained += self._quarantine.trim(capacity - gained)
+        if gained < capacity and self.on_pressure(capacity - gained) > 0:
+            with self._changing():
+                found = self._pool.take(client_id, capacity)
+                if found is not None:
+                    return found
+                self._pool.trim(capacity - gained)
+        return None
 
     def release(self, client_id: str, segment: str) -> None:
         """End a reservation without an object. Idempotent.
@@ -204,7 +242,7 @@ class Store:
         Raises:
             SegmentError: the segment is another client's.
         """
-        with self._lock:
+        with self._changing():
             if self._pool.reservation(client_id, segment) is not None:
                 self._pool.release(segment)
 
@@ -215,13 +253,15 @@ class Store:
             SegmentError: no such reservation, or another client's.
             CorruptObjectError: the trailer in the segment is not that of `info`.
             ObjectExistsError: an object of this name and generation has other content.
+            StoreFullError: no room for another file name.
         """
+        if info.client_id != client_id:
+            raise SegmentError(f"{info.object} belongs to client {info.client_id}, who wrote it, not to {client_id}")
         with self._lock:
             self._pool.reservation(client_id, segment)
-            path = publish(self.paths, segment, info)
+            publish(self.paths, segment, info)
             self._pool.sealed(segment)
-            with open_object(self.paths, info.object) as held:
-                self._index.add(held.info, path.stat().st_size)
+            self._add(info.object)
 
     def adopt(self, one: ObjectVersion) -> ObjectInfo:
         """Take an object into the index that a trainer published without the agent. Idempotent.
@@ -229,15 +269,25 @@ class Store:
         Raises:
             ObjectNotFoundError, CorruptObjectError: it is not there, or not valid.
         """
-        with self._lock, open_object(self.paths, one) as held:
-            self._index.add(held.info, os.fstat(held.fd).st_size)
+        with self._lock:
+            return self._add(one)
+
+    def _add(self, one: ObjectVersion) -> ObjectInfo:
+        with open_object(self.paths, one) as held:
+            found = os.fstat(held.fd)
+            self._index.add(held.info, found.st_size)
+            self._pool.sealed_inode(found.st_ino)
             return held.info
 
     def client_gone(self, client_id: str) -> None:
         """A client's process has ended: what it had reserved and not sealed is free, also what it took without us."""
-        with self._lock:
+        with self._changing():
             self._pool.client_gone(check_client_id(client_id))
-            self.paths.client(client_id).unlink(missing_ok=True)
+            if not is_client_alive(self.paths, client_id):
+                self.paths.client(client_id).unlink(missing_ok=True)
+                self._gone[client_id] = None
+                while len(self._gone) > _REMEMBERED_GONE:
+                    del self._gone[next(iter(self._gone))]
 
     # -- reading
 
@@ -267,6 +317,7 @@ class Store:
 
         Raises:
             CorruptObjectError: its checksum is not `crc`.
+            StoreFullError: no room for it.
             StoreError: another manifest of this version is there.
         """
         if crc32c(data) != crc:
@@ -277,7 +328,8 @@ class Store:
                 if present != data:
                     raise StoreError(f"{version} is committed with another manifest; a commit is never changed")
                 return
-            self._records.put_manifest(version, data, crc)
+            with room_for(f"the manifest of {version}", self.paths.root):
+                self._records.put_manifest(version, data, crc)
             self._index.set_manifest(version, data)
 
     def manifest(self, version: ContainerVersion) -> bytes | None:
@@ -285,12 +337,13 @@ class Store:
             return self._index.manifest(version)
 
     def mark_protected(self, version: ContainerVersion) -> None:
-        """Raises StoreError for a version that is not committed here."""
+        """Raises StoreError for a version that is not committed here, StoreFullError when there is no room."""
         with self._lock:
             if self._index.manifest(version) is None:
                 raise StoreError(f"{version} is not committed on this node, so it cannot be protected")
             if not self._index.is_protected(version):
-                self._records.mark_protected(version)
+                with room_for(f"the mark of {version}", self.paths.root):
+                    self._records.mark_protected(version)
                 self._index.set_protected(version)
 
     def is_protected(self, version: ContainerVersion) -> bool:
@@ -302,27 +355,26 @@ class Store:
             return self._jobs.get(job)
 
     def put_job_state(self, state: JobState) -> None:
+        """Raises StoreFullError when there is no room for it."""
         with self._lock:
-            self._records.put_job(state)
+            with room_for(f"what is known of job {state.job}", self.paths.root):
+                self._records.put_job(state)
             self._jobs[state.job] = state
 
     # -- removing
 
     def drop(self, version: ContainerVersion) -> int:
         """Remove a container: first manifest and mark, then its objects, whose segments are recycled. Bytes freed."""
-        with self._lock:
+        with self._changing():
             self._records.drop(version)
             self._index.drop_manifest(version)
-            freed = 0
+            before = self._index.sealed_bytes
             for name, info in self._index.objects(version).items():
-                path = self.paths.object(version.object(name))
-                before = self._index.sealed_bytes
                 self._index.remove(info.object)
-                freed += before - self._index.sealed_bytes
                 with contextlib.suppress(FileNotFoundError):
-                    self._pool.recycle(path, info.client_id)
+                    self._pool.recycle(self.paths.object(version.object(name)), info.client_id)
             remove_empty(self.paths.objects_of(version), self.paths.objects)
-            return freed
+            return before - self._index.sealed_bytes
 
     def quarantine(self, one: ObjectVersion, reason: str) -> None:
         """Take a damaged object out of sight for ever. Idempotent."""
@@ -334,21 +386,10 @@ class Store:
             logger.error("%s is put in quarantine: %s", one, reason)
             move_away(self.paths, path)
             remove_empty(path.parent, self.paths.objects)
-            self._count_quarantine()
-
-    def _count_quarantine(self) -> None:
-        """Keep the newest few for people to look at; count all."""
-        files = sorted(self.paths.quarantine.iterdir(), key=lambda path: path.lstat().st_ctime_ns)
-        self._quarantined += len({path.name for path in files} - self._in_quarantine)
-        for path in files[:-_KEPT_IN_QUARANTINE]:
-            if path.is_file():
-                path.unlink()
-        files = files[-_KEPT_IN_QUARANTINE:]
-        self._in_quarantine = {path.name for path in files}
-        self._quarantined_bytes = sum(path.stat().st_size for path in files if path.is_file())
+            self._quarantine.look()
 
     def _used(self) -> int:
-        return self._index.sealed_bytes + self._pool.reserved_bytes + self._pool.free_bytes + self._quarantined_bytes
+        return self._index.sealed_bytes + self._pool.reserved_bytes + self._pool.free_bytes + self._quarantine.bytes
 
     def usage(self) -> StoreUsage:
         with self._lock:
@@ -358,6 +399,6 @@ class Store:
                 reserved_bytes=self._pool.reserved_bytes,
                 free_bytes=self._pool.free_bytes,
                 sealed_objects=self._index.object_count,
-                quarantined_objects=self._quarantined,
-                quarantined_bytes=self._quarantined_bytes,
+                quarantined_objects=self._quarantine.count,
+                quarantined_bytes=self._quarantine.bytes,
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from replicator.checksum import BLOCK_SIZE
-from replicator.errors import SegmentError
+from replicator.errors import SegmentError, StoreFullError
 from replicator.ids import ObjectVersion
 from replicator.native import combine_blocks, copy_crc32c, crc32c
 from replicator.store.segment import MappedSegment
@@ -62,26 +62,36 @@ class ObjectWriter:
             SegmentError: the writer is closed.
             StoreFullError: the segment is too small and there is no room for a larger one.
         """
-        with memoryview(data) as whole, whole.cast("B") as source:
-            size = len(source)
-            self._make_room(size)
-            self._sum_slice()
-            done = 0
-            while done < size:
-                step = min(size - done, self._block_size - self._summed % self._block_size)
-                target = self.mapped.view[self._summed : self._summed + step]
-                self._advance(copy_crc32c(target, source[done : done + step], self._crc), step)
-                done += step
-            self._size = self._summed
+        with memoryview(data) as whole:
+            if whole.nbytes == 0:
+                self._check_open()
+                return 0
+            with whole.cast("B") as source:
+                return self._write(source)
+
+    def _write(self, source: memoryview) -> int:
+        size = len(source)
+        self._make_room(size)
+        self._sum_slice()
+        done = 0
+        while done < size:
+            step = min(size - done, self._block_size - self._summed % self._block_size)
+            target = self.mapped.view[self._summed : self._summed + step]
+            self._advance(copy_crc32c(target, source[done : done + step], self._crc), step)
+            done += step
+        self._size = self._summed
         return size
 
     def next_buffer_slice(self, size: int) -> memoryview:
         """The next `size` bytes of the object, for the caller to fill before the next call of any method.
 
         Raises:
+            ValueError: `size` is negative.
             SegmentError: the writer is closed.
             StoreFullError: the segment is too small and there is no room for a larger one.
         """
+        if size < 0:
+            raise ValueError(f"expected a slice of 0 bytes or more, found {size}")
         self._make_room(size)
         self._sum_slice()
         start = self._size
@@ -137,16 +147,26 @@ class ObjectWriter:
         needed = self._size + size
         if needed <= self._limit:
             return
-        # Half as much again, so that many small writes copy each byte a bounded number of times.
-        wanted = capacity_for(max(needed, self._size + self._size // 2), self._block_size)
-        larger = self._grow(wanted)
+        larger = self._larger(needed)
         if payload_limit(larger.capacity, self._block_size) < needed:
-            raise SegmentError(f"asked for a segment of {wanted} bytes for {self.object}, got {larger.capacity}")
-        larger.view[: self._size] = self.mapped.view[: self._size]
+            raise SegmentError(f"asked for a segment that holds {needed} bytes of {self.object}, got {larger.capacity}")
+        # Its checksum is not wanted; it is the copy that lets other threads run.
+        copy_crc32c(larger.view, self.mapped.view[: self._size])
         outgrown, self.mapped = self.mapped, larger
         self._limit = payload_limit(larger.capacity, self._block_size)
         if self._retire is not None:
             self._retire(outgrown)
+
+    def _larger(self, needed: int) -> MappedSegment:
+        """Half as much again, so that many small writes copy each byte a bounded number of times; or what there is."""
+        least = capacity_for(needed, self._block_size)
+        wanted = capacity_for(max(needed, self._size + self._size // 2), self._block_size)
+        try:
+            return self._grow(wanted)
+        except StoreFullError:
+            if wanted == least:
+                raise
+            return self._grow(least)
 
     def _sum_slice(self) -> None:
         """Checksum what the caller put into the last slice."""

@@ -302,7 +302,7 @@ def test_a_full_file_system_is_an_error_at_reservation(shm_root: Path) -> None:
         trainer = Trainer(opened.paths)
         trainer.save(opened, version(1).object("a"), b"1" * (4 * MIB))
         (mount / "foreign").write_bytes(bytes(8 * MIB))
-        with pytest.raises(StoreFullError, match=r"no room for a segment of 6291456 bytes.*\d+ bytes left"):
+        with pytest.raises(StoreFullError, match=r"no room for a segment of 6291456 bytes.*has \d+ bytes and"):
             opened.reserve(trainer.client_id, 6 * MIB)
         assert opened.usage().reserved_bytes == 0
         opened.on_pressure = lambda wanted: opened.drop(version(1))
