@@ -152,6 +152,7 @@ class Rank:
         self.mappings = MappingCache(node.paths)
         self.events: queue.Queue[local_pb2.AttachEvent] = queue.Queue()
         self.seen: list[local_pb2.AttachEvent] = []
+        self.unread: list[local_pb2.AttachEvent] = []
         self.epoch = 0
         self.job = JOB
         self.attach()
@@ -175,7 +176,11 @@ class Rank:
         return call(self.channel, f"LocalService/{method}", request, reply_type)
 
     def wait(self, wanted: Callable[[local_pb2.AttachEvent], bool], what: str) -> local_pb2.AttachEvent:
-        """The next event that is `wanted`; others are kept in `seen`."""
+        """The first event that is `wanted` and was not returned before. All events are in `seen`."""
+        for event in self.unread:
+            if wanted(event):
+                self.unread.remove(event)
+                return event
         end = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -185,6 +190,7 @@ class Rank:
             self.seen.append(event)
             if wanted(event):
                 return event
+            self.unread.append(event)
 
     def join(self, epoch: int, members: Sequence[Node], replicas: int = 1) -> tuple[str, ...]:
         self.epoch = epoch
@@ -342,6 +348,7 @@ class Cluster:
         for rank in self.ranks:
             rank.job = job
             rank.seen.clear()
+            rank.unread.clear()
         self.join(replicas=replicas)
         return self
 

@@ -12,9 +12,9 @@ import pytest
 from cluster import Cluster, cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def agents() -> Iterator[Cluster]:
-    """Three nodes for all tests of a module that leave their agents alone."""
+    """Three nodes for all tests that leave their agents alone."""
     path = Path(tempfile.mkdtemp(prefix="replicator-test-", dir="/dev/shm"))
     try:
         with cluster(path, 3) as made:
@@ -25,7 +25,7 @@ def agents() -> Iterator[Cluster]:
 
 @pytest.fixture
 def three(agents: Cluster) -> Cluster:
-    """A new job on the module's three nodes."""
+    """A new job on the three nodes that tests share."""
     return agents.new_job()
 
 
