@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.error(f"--only knows {', '.join(MEASUREMENTS)}, found {unknown[0]!r}")
     if options.runs < 1 or options.connections < 1 or options.size < 1 << 16:
         arguments.error("--runs and --connections must be 1 or more, --size 64K or more")
+    if not options.dir.is_dir() or machine.filesystem_of(options.dir) != "tmpfs":
+        arguments.error(f"--dir must be a directory on a tmpfs, found {options.dir}")
     settings = settings_from(options)
     names = options.only or [name for name in MEASUREMENTS if not options.quick or name in QUICK]
     started = time.monotonic()

@@ -69,6 +69,7 @@ class Series:
         seconds: of each run.
         spans: of each run, all spans that it reported.
         cpu: of each run, CPU seconds by process.
+        faults: of each run, page faults by process.
         peak_bytes: by process, greatest resident memory during a run.
         disturbed: runs among them during which the machine was busy with something else.
         error: why there are no more runs.
@@ -78,6 +79,7 @@ class Series:
     seconds: list[float] = field(default_factory=list)
     spans: list[Mapping[str, float]] = field(default_factory=list)
     cpu: list[dict[str, float]] = field(default_factory=list)
+    faults: list[dict[str, int]] = field(default_factory=list)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     disturbed: int = 0
     repeats: int = 0
@@ -105,6 +107,11 @@ class Series:
         """By process: median CPU seconds per 1e9 bytes, for runs of `size` bytes."""
         roles = self.cpu[0] if self.cpu else {}
         return {role: statistics.median(run.get(role, 0.0) for run in self.cpu) / size * 1e9 for role in roles}
+
+    def page_faults(self) -> dict[str, float]:
+        """By process: median page faults of a run."""
+        roles = self.faults[0] if self.faults else {}
+        return {role: statistics.median(run.get(role, 0) for run in self.faults) for role in roles}
 
     def total_cpu_s_per_gb(self, size: int) -> float | None:
         """Median over the runs of all processes' CPU seconds per 1e9 bytes."""
@@ -134,6 +141,7 @@ def _run_once(contender: Contender, record: Series, settings: Settings, keep: bo
         for pid in contender.processes.values():
             machine.reset_peak(pid)
         before = {role: machine.cpu_seconds(pid) for role, pid in contender.processes.items()}
+        faults_before = {role: machine.page_faults(pid) for role, pid in contender.processes.items()}
         watch = machine.Watch()
         spans = _spans(contender.run())
         disturbed = watching and (watch.is_disturbed() or not quiet)
@@ -148,6 +156,9 @@ def _run_once(contender: Contender, record: Series, settings: Settings, keep: bo
         record.seconds.append(spans["total"])
         record.spans.append(spans)
         record.cpu.append(cpu)
+        record.faults.append(
+            {role: machine.page_faults(pid) - faults_before.get(role, 0) for role, pid in processes.items()}
+        )
         record.disturbed += disturbed
         for role, pid in processes.items():
             record.peak_bytes[role] = max(record.peak_bytes.get(role, 0), machine.Memory.of(pid).peak)
@@ -241,6 +252,7 @@ def _result(
         runs=len(own.seconds),
         spread=(min(values), max(values)) if values else None,
         cpu_by_process=own.cpu_s_per_gb(size),
+        page_faults=own.page_faults(),
         peak_memory_mb={role: peak / 1e6 for role, peak in own.peak_bytes.items()},
     )
 

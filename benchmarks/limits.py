@@ -54,46 +54,40 @@ def fault_in(area: mmap.mmap) -> None:
 class CopyRole(Role):
     """In a process of its own: memcpy from private memory into a mapped tmpfs file, or the other way.
 
-    Args:
-        recycled: the file's pages are there and mapped (the steady state); else each run takes a new file.
-        into_file: copy into the file; else from it into private memory.
-        threads: that share the copy.
+    The file's pages are there and mapped, as those of a recycled segment are.
     """
 
-    def __init__(
-        self, directory: str, size: int, recycled: bool = True, into_file: bool = True, threads: int = 1
-    ) -> None:
-        self._directory, self._size, self._recycled, self._threads = directory, size, recycled, threads
+    def __init__(self, directory: str, size: int, into_file: bool = True) -> None:
+        self._directory, self._size, self._into_file = directory, size, into_file
         self._memory = mmap.mmap(-1, size)
         fault_in(self._memory)
-        self._file = mapped_file(directory, size, faulted=True) if recycled else None
-        self._into_file = into_file
+        self._file = mapped_file(directory, size, faulted=True)
 
-    def run(self) -> float:
-        """Seconds of one copy."""
-        area = self._file or mapped_file(self._directory, self._size, faulted=False)
+    def run(self, threads: int = 1, fresh: bool = False) -> float:
+        """Seconds of one copy, which so many threads share; `fresh`: into a new file without any page."""
+        area = mapped_file(self._directory, self._size, faulted=False) if fresh else self._file
         memory, mapped = address_of(self._memory), address_of(area)
         target, source = (mapped, memory) if self._into_file else (memory, mapped)
-        share = -(-self._size // self._threads // PAGE) * PAGE
+        share = -(-self._size // threads // PAGE) * PAGE
         pieces = [(offset, min(share, self._size - offset)) for offset in range(0, self._size, share)]
         start = time.perf_counter()
         if len(pieces) == 1:
             ctypes.memmove(target, source, self._size)
         else:
-            threads = [
+            copiers = [
                 threading.Thread(target=ctypes.memmove, args=(target + offset, source + offset, length))
                 for offset, length in pieces
             ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            for copier in copiers:
+                copier.start()
+            for copier in copiers:
+                copier.join()
         return time.perf_counter() - start
 
 
-def copy(name: str, directory: Path, size: int, **options: object) -> Single:
+def copy(name: str, directory: Path, size: int, into_file: bool = True) -> Single:
     """Contender: one memcpy of `size` bytes, see `CopyRole`."""
-    return Single(name, "limits:CopyRole", "copier", directory=directory, size=size, **options)
+    return Single(name, "limits:CopyRole", "copier", directory=directory, size=size, into_file=into_file)
 
 
 class SmallFilesRole(Role):

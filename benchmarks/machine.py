@@ -60,6 +60,14 @@ def cpu_seconds(pid: int) -> float:
         return 0.0
 
 
+def page_faults(pid: int) -> int:
+    """Minor page faults of a process since it began: pages that it touched and that were not mapped yet."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+    except OSError:
+        return 0
+
+
 def descendants(pid: int) -> list[int]:
     """The process and everything below it that is still alive."""
     parents: dict[int, list[int]] = {}
@@ -153,6 +161,17 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def filesystem_of(directory: Path) -> str:
+    """Type of the file system that a directory lies on, for instance tmpfs."""
+    device = directory.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[2] == wanted:
+            return fields[fields.index("-") + 1]
+    return "unknown"
 
 
 def tmpfs_bytes(directory: Path) -> int:

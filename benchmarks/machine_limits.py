@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.harness import Settings, closing_all, measure, rate_result
 from benchmarks.limits import Tcp, copy
 from benchmarks.results import Result
+from benchmarks.single import Sibling
 
 
 def measure_limits(settings: Settings) -> list[Result]:
@@ -12,11 +13,12 @@ def measure_limits(settings: Settings) -> list[Result]:
     size, directory, congestion = settings.size, settings.directory, settings.congestion
     tcp = "raw TCP, 2 connections"
     with closing_all() as contenders:
+        once = copy("memcpy into a mapped recycled segment", directory, size)
         contenders += [
-            copy("memcpy into a mapped recycled segment", directory, size),
-            copy("memcpy by 2 threads into a mapped recycled segment", directory, size, threads=2),
-            copy("memcpy into a fresh file", directory, size, recycled=False),
-            copy("memcpy by 2 threads into a fresh file", directory, size, recycled=False, threads=2),
+            once,
+            Sibling("memcpy by 2 threads into a mapped recycled segment", once, threads=2),
+            Sibling("memcpy into a fresh file", once, fresh=True),
+            Sibling("memcpy by 2 threads into a fresh file", once, threads=2, fresh=True),
             Tcp("raw TCP, 1 connection", directory, size, 1, congestion),
             Tcp(tcp, directory, size, 2, congestion),
             Tcp(f"{tcp}, into a fresh file", directory, size, 2, congestion, recycled=False),

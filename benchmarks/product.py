@@ -9,6 +9,9 @@ from benchmarks.cluster import Agent, start_agents, stop_agents
 from benchmarks.harness import Settings
 from benchmarks.worker import Worker
 
+WARM_STEPS = 4
+"""Two checkpoints are kept and a third is being written: from the fourth save on, segments come back."""
+
 
 def start_trainer(role: str, agents: Sequence[Agent], node: int = 0, **arguments: Any) -> Worker:
     """A trainer on one node of the job whose nodes are `agents`; `role` is `module:Class` below `benchmarks`."""
@@ -21,16 +24,32 @@ class Trainer:
 
     Args:
         nodes: how many agents; the trainer is on the first.
+        warm_steps: runs before all others, until what superseded checkpoints leave is enough for the next one.
         arguments: of the role.
     """
 
-    def __init__(self, name: str, role: str, settings: Settings, nodes: int = 1, **arguments: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        settings: Settings,
+        nodes: int = 1,
+        warm_steps: int = WARM_STEPS,
+        **arguments: Any,
+    ) -> None:
         self.name = name
         self.agents = start_agents(nodes, settings)
         try:
             self.worker = start_trainer(role, self.agents, **arguments)
         except BaseException:
             stop_agents(self.agents)
+            raise
+        try:
+            for _ in range(warm_steps):
+                self.prepare()
+                self.run()
+        except BaseException:
+            self.close()
             raise
 
     @property
@@ -49,12 +68,12 @@ class Trainer:
         stop_agents(self.agents)
 
 
-class FirstSave:
-    """Contender: the very first save of a job, on a new store: a new agent and a new trainer for each run."""
+class Fresh:
+    """Contender: as `Trainer`, but new for each run: new stores, new agents, a new trainer. Nothing is warm."""
 
-    def __init__(self, name: str, settings: Settings, **arguments: Any) -> None:
+    def __init__(self, name: str, role: str, settings: Settings, nodes: int = 1, **arguments: Any) -> None:
         self.name = name
-        self._settings, self._arguments = settings, arguments
+        self._role, self._settings, self._nodes, self._arguments = role, settings, nodes, arguments
         self._trainer: Trainer | None = None
 
     @property
@@ -63,7 +82,8 @@ class FirstSave:
 
     def prepare(self) -> None:
         self.close()
-        self._trainer = Trainer(self.name, "checkpointing:SaveRole", self._settings, **self._arguments)
+        self._trainer = Trainer(self.name, self._role, self._settings, self._nodes, 0, **self._arguments)
+        self._trainer.prepare()
 
     def run(self) -> float | Mapping[str, float]:
         assert self._trainer is not None
@@ -82,13 +102,16 @@ class Pull:
         self.name = name
         self.agents = start_agents(2, settings)
         self._workers: list[Worker] = []
+        self.lookup_s: list[float] = []
         try:
             self._owner = self._start("trainer:ObjectsRole", 0, size=size)
             self._puller = self._start("trainer:PullRole", 1, epoch=self._owner.call("epoch"))
+            for _ in range(WARM_STEPS):
+                self.prepare()
+                self.run()
         except BaseException:
             self.close()
             raise
-        self.lookup_s: list[float] = []
 
     def _start(self, role: str, node: int, **arguments: Any) -> Worker:
         worker = start_trainer(role, self.agents, node, replicas=0, **arguments)

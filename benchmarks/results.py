@@ -26,6 +26,7 @@ REQUIRED_KEYS: Mapping[str, tuple[type, ...]] = {
     "runs": (int,),
     "spread": (list,),
     "cpu_s_per_gb_by_process": (dict,),
+    "page_faults": (dict,),
     "peak_memory_mb": (dict,),
 }
 """Key of one element of the JSON list -> types it may have."""
@@ -95,6 +96,7 @@ class Result:
     runs: int = 0
     spread: tuple[float, float] | None = None
     cpu_by_process: Mapping[str, float] = field(default_factory=dict)
+    page_faults: Mapping[str, float] = field(default_factory=dict)
     peak_memory_mb: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -135,6 +137,7 @@ class Result:
             "runs": self.runs,
             "spread": [_rounded(x) for x in self.spread] if self.spread else [],
             "cpu_s_per_gb_by_process": {k: _rounded(v) for k, v in self.cpu_by_process.items()},
+            "page_faults": dict(self.page_faults),
             "peak_memory_mb": {k: _rounded(v) for k, v in self.peak_memory_mb.items()},
             **({"details": dict(self.details)} if self.details else {}),
         }

@@ -37,3 +37,25 @@ class Single:
 
     def close(self) -> None:
         self.worker.close()
+
+
+class Sibling:
+    """Contender: the process of another one, run with other arguments; so it shares that one's memory."""
+
+    def __init__(self, name: str, other: Single, **arguments: Any) -> None:
+        self.name = name
+        self._other, self._arguments = other, arguments
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        return self._other.processes
+
+    def prepare(self) -> None:
+        self._other.prepare()
+
+    def run(self) -> float | Mapping[str, float]:
+        result: float | Mapping[str, float] = self._other.worker.call("run", **self._arguments)
+        return result
+
+    def close(self) -> None:
+        return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
+from benchmarks import machine
 from benchmarks.async_save import measure_async_save
 from benchmarks.harness import Settings
 from benchmarks.load import measure_load
@@ -31,14 +31,31 @@ MEASUREMENTS: Mapping[str, Callable[[Settings], Sequence[Result]]] = {
     "counts": measure_counts,
     "agents": measure_agents,
 }
+SIZES_IN_MEMORY: Mapping[str, float] = {
+    "limits": 12,
+    "save": 16,
+    "first_save": 8,
+    "replicate": 18,
+    "pull": 9,
+    "load": 10,
+    "small": 0,
+    "async_save": 13,
+    "memory": 9,
+}
+"""What all processes and tmpfs files of a measurement take together, in units of `--size`."""
 QUICK = tuple(name for name in MEASUREMENTS if name not in ("sizes", "counts", "agents"))
 
 
 def run_measurement(name: str, settings: Settings) -> list[Result]:
     """The rows of one measurement; a single failed row when it could not be done at all."""
+    needed = SIZES_IN_MEMORY.get(name, 0) * settings.size
+    available = machine.available_memory()
+    if needed > available:
+        reason = f"needs {needed / 2**30:.0f} GiB of memory, {available / 2**30:.1f} GiB are available"
+        return [Result(name=name, what=name, unit="", reason=reason, failed=True)]
     try:
         return list(MEASUREMENTS[name](settings))
     except Exception as error:
         settings.log(traceback.format_exc())
         reason = f"{type(error).__name__}: {error}"
-        return [replace(Result(name=name, what=name, unit="", reason=reason), failed=True)]
+        return [Result(name=name, what=name, unit="", reason=reason, failed=True)]

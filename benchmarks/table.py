@@ -17,6 +17,7 @@ _STYLES: Mapping[str, str] = {
     "not available": "dim",
     "info": "",
 }
+SHOWN_NAMES = 6
 PIPE_WIDTH = 170
 """Characters of a line when nobody says how wide the terminal is."""
 _COLUMNS = ("what", "value", "against", "limit", "ratio", "bar", "verdict", "CPU s/GB")
@@ -67,7 +68,10 @@ def notes(results: Sequence[Result]) -> list[str]:
     for result in results:
         if result.reason:
             rows.setdefault(result.reason, []).append(result.name)
-    return [f"{', '.join(names)}: {reason}" for reason, names in rows.items()]
+    return [
+        f"{', '.join(names) if len(names) <= SHOWN_NAMES else f'{len(names)} rows'}: {reason}"
+        for reason, names in rows.items()
+    ]
 
 
 def markdown(results: Sequence[Result], machine: Mapping[str, object], settings: Mapping[str, object]) -> str:

@@ -19,7 +19,7 @@ def mixed_state(size: int, seed: int = 0) -> dict[str, Any]:
     Per layer: bfloat16 weights of several shapes, their float32 optimizer moments, vectors, and a step counter. The
     rest of `size` is one large embedding.
     """
-    generator = torch.Generator().manual_seed(seed)
+    bits = RandomBits(seed)
     hidden = HIDDEN
     while hidden > _MIN_LAYER and _layer_bytes(hidden) > size // 4:
         hidden //= 2
@@ -27,13 +27,13 @@ def mixed_state(size: int, seed: int = 0) -> dict[str, Any]:
     used = 0
     layer = 0
     while used + _layer_bytes(hidden) <= size * 9 // 10:
-        tensors = _layer(hidden, generator)
+        tensors = _layer(hidden, bits)
         used += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         state.update({f"layers.{layer}.{name}": tensor for name, tensor in tensors.items()})
         layer += 1
     columns = 256
     rows = max((size - used) // (4 * columns), 1)
-    state["embedding.weight"] = _filled((rows, columns), torch.float32, generator)
+    state["embedding.weight"] = bits.tensor((rows, columns), torch.float32)
     state["progress"] = {"step": 100, "schedule": [0.1, 0.2, 0.3], "name": "benchmark"}
     return state
 
@@ -43,7 +43,7 @@ def _layer_bytes(hidden: int) -> int:
     return 12 * matrix * 2 + 2 * 12 * matrix * 4 + 13 * hidden * 4 + 8
 
 
-def _layer(hidden: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _layer(hidden: int, bits: RandomBits) -> dict[str, torch.Tensor]:
     shapes = {
         "attention.qkv": (3 * hidden, hidden),
         "attention.out": (hidden, hidden),
@@ -52,23 +52,40 @@ def _layer(hidden: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        tensors[f"{name}.weight"] = _filled(shape, torch.bfloat16, generator)
-        tensors[f"{name}.exp_avg"] = _filled(shape, torch.float32, generator)
-        tensors[f"{name}.exp_avg_sq"] = _filled(shape, torch.float32, generator)
+        tensors[f"{name}.weight"] = bits.tensor(shape, torch.bfloat16)
+        tensors[f"{name}.exp_avg"] = bits.tensor(shape, torch.float32)
+        tensors[f"{name}.exp_avg_sq"] = bits.tensor(shape, torch.float32)
     for name, width in (("norm.scale", hidden), ("norm.bias", hidden), ("mlp.bias", 4 * hidden), ("bias", 7 * hidden)):
-        tensors[name] = _filled((width,), torch.float32, generator)
+        tensors[name] = bits.tensor((width,), torch.float32)
     tensors["step"] = torch.tensor(100, dtype=torch.int64)
     return tensors
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Random bits (no two pages alike), made fast: the exponent is kept small, so no NaN among them."""
-    count = 1
-    for length in shape:
-        count *= length
-    if dtype == torch.bfloat16:
-        return torch.randint(0, 0x4000, (count,), dtype=torch.int16, generator=generator).view(dtype).view(shape)
-    return torch.randint(0, 0x40000000, (count,), dtype=torch.int32, generator=generator).view(dtype).view(shape)
+class RandomBits:
+    """Tensors of random bits, made fast: pieces of one pool, each from another place of it."""
+
+    POOL = 4 << 20
+    STRIDE = 7919
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        # The exponent is kept small in every 16 bits: no NaN in any floating type.
+        low = torch.randint(0, 0x4000, (2 * self.POOL,), dtype=torch.int16, generator=generator)
+        self._pool = low.view(torch.int32)
+        self._place = 0
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Contiguous, of a dtype with 2 or 4 bytes, an even number of bytes in all."""
+        result = torch.empty(shape, dtype=dtype)
+        flat = result.view(-1).view(torch.int16)
+        words = self._pool.view(torch.int16)
+        done = 0
+        while done < len(flat):
+            self._place = (self._place + 2 * self.STRIDE) % len(words)
+            count = min(len(flat) - done, len(words) - self._place)
+            flat[done : done + count] = words[self._place : self._place + count]
+            done += count
+        return result
 
 
 def state_bytes(state: dict[str, Any]) -> int:

@@ -22,31 +22,26 @@ KEPT = 2
 
 
 class SaveRole(Role):
-    """In a process of its own: a trainer that saves the mixed state.
+    """In a process of its own: a trainer that saves the mixed state."""
 
-    Args:
-        way: "dcp" or "torch.save".
-        threads: of FileSystemWriter.
-    """
-
-    def __init__(self, directory: str, size: int, way: str = "dcp", threads: int = 1) -> None:
+    def __init__(self, directory: str, size: int) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="replicator-peer-", dir=directory))
         self._state = mixed_state(size)
-        self._way, self._threads, self._step = way, threads, 0
+        self._step = 0
 
     def prepare(self) -> None:
         """Remove the oldest."""
         for old in sorted(self._root.iterdir(), key=lambda path: int(path.name))[: -(KEPT - 1)]:
             shutil.rmtree(old)
 
-    def run(self) -> float:
-        """Seconds of one save."""
+    def run(self, way: str = "dcp", threads: int = 1) -> float:
+        """Seconds of one save; `way` is "dcp" or "torch.save", `threads` are FileSystemWriter's."""
         self._step += 1
         path = self._root / str(self._step)
         start = time.perf_counter()
-        if self._way == "dcp":
+        if way == "dcp":
             state_dict_saver.save(
-                self._state, storage_writer=filesystem.FileSystemWriter(path, thread_count=self._threads), no_dist=True
+                self._state, storage_writer=filesystem.FileSystemWriter(path, thread_count=threads), no_dist=True
             )
         else:
             path.mkdir()
@@ -69,10 +64,10 @@ class AsyncRole(SaveRole):
             self._pending = None
         super().prepare()
 
-    def run(self) -> float:
+    def run(self, way: str = "dcp", threads: int = 1) -> float:
         """Seconds until the call returned."""
         self._step += 1
-        writer = filesystem.FileSystemWriter(self._root / str(self._step))
+        writer = filesystem.FileSystemWriter(self._root / str(self._step), thread_count=threads)
         start = time.perf_counter()
         self._pending = state_dict_saver.async_save(self._state, storage_writer=writer, no_dist=True)
         return time.perf_counter() - start

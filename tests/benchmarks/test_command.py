@@ -70,3 +70,26 @@ def test_a_quick_run_does_not_compile_a_peer(tmp_path: Path) -> None:
     recipe = Recipe("compiled", ("anything",), "pass", builds=True)
     with pytest.raises(NotAvailableError, match="compiled when installed"):
         ensure(recipe, Settings(cache=tmp_path, quick=True, log=lambda _: None))
+
+
+def test_real_agents_and_trainers_are_measured(shm_root: Path) -> None:
+    """Nothing fails, and every row says which processes it is made of. The figures mean nothing at this size."""
+    file = shm_root / "out.json"
+    done = run(
+        *("--only", "replicate", "--only", "load", "--only", "memory"),
+        "--json",
+        str(file),
+        "--dir",
+        str(shm_root),
+        *TINY,
+    )
+    assert done.returncode == EXIT_INVALID, done.stderr
+    rows = {row["name"]: row for row in json.loads(file.read_text())}
+    assert schema_errors(list(rows.values())) == []
+    assert set(rows["replicate"]["cpu_s_per_gb_by_process"]) == {"trainer", "agent 0", "agent 1"}
+    assert rows["replicate"]["bar"] == "ratio >= 0.85"
+    assert rows["replicate_cpu"]["value"] == rows["replicate"]["cpu_s_per_gb"]
+    assert rows["replicate_vs_nixl"]["verdict"] == "not available"
+    assert rows["load"]["ratio"] > 0
+    assert rows["memory_buddy"]["details"]["objects"] == rows["memory_owner"]["details"]["objects"] == 2
+    assert {path.name for path in shm_root.iterdir()} == {"out.json"}
