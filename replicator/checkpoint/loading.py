@@ -155,9 +155,10 @@ def reading_of(request: ReadItem, info: _StorageInfo, saved: SavedTensors) -> Re
     Raises:
         UnsupportedError: the item went through a stream transform when it was saved.
     """
-    if info.transform_descriptors:
+    transforms = getattr(info, "transform_descriptors", None)  # PyTorch before 2.7 has none
+    if transforms:
         raise UnsupportedError(
-            f"{request.storage_index.fqn} was saved through {', '.join(info.transform_descriptors)}; "
+            f"{request.storage_index.fqn} was saved through {', '.join(transforms)}; "
             "transforms are not supported, load it with FileSystemReader after `replicator-admin pull`"
         )
     if request.type != LoadItemType.BYTE_IO:

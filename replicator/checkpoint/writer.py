@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -68,7 +69,8 @@ class ReplicatedStorageWriter(StorageWriter):
     """A storage writer for `dcp.save` and `dcp.async_save` (threads and processes).
 
     One writer serves many saves, one after another. It may be pickled: the other process attaches to the same
-    agent in the same epoch.
+    agent in the same epoch. With `no_dist=True` a single rank is the whole checkpoint, so only one rank of a job
+    may save a step that way.
 
     Args:
         session: from `replicator.init`; default: the session of this process, made by `replicator.init()` at the
@@ -169,7 +171,8 @@ class ReplicatedStorageWriter(StorageWriter):
             if result.storage_data.version != version:
                 raise ConfigError(f"expected objects of {version}, found some of {result.storage_data.version}")
             entries += result.storage_data.entries
-        metadata.version = CURRENT_DCP_VERSION
+        # PyTorch 2.6 has neither the constant nor the field.
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
         entries.append(self._write_bytes(version, METADATA_NAME, pickle.dumps(metadata)))

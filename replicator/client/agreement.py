@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from replicator.errors import DeadlineExceededError, ReplicatorError, from_wire,
 _PIECE_BYTES = 1 << 20  # a value of the store may have 8 MiB
 _SHOWN_RANKS = 8
 _GRACE_S = 2.0
+_MEETING_POLL_S = 0.2
 
 
 class Ranks(Protocol):
@@ -80,7 +82,8 @@ class StoreRanks:
 
     Args:
         store: every rank has its own connection to the same store.
-        name: ranks that agree use the same name; other users of the store another.
+        name: ranks that agree use the same name, and nobody else does. It must be new: the store may outlive an
+            incarnation of the job, and what that left in it would be taken for an answer. See `meet`.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, name: str) -> None:
@@ -89,6 +92,57 @@ class StoreRanks:
         self._store = store
         self._name = name
         self._round = 0
+
+    @classmethod
+    def meet(cls, store: Any, rank: int, world_size: int, place: str, deadline_s: float) -> StoreRanks:
+        """Ranks under a name that is new. All of them meet at the same `place`, where earlier ones may have met too.
+
+        torchrun keeps its store over an elastic restart. So each rank says a fresh word, and believes only what
+        answers that word.
+
+        Raises:
+            DeadlineExceededError: ranks (named) that did not come; on the other ranks at their next `agree`.
+        """
+        if rank != 0:
+            word = uuid.uuid4().hex
+            here = cls(store, rank, world_size, place)
+            here._put(f"{place}/word/{rank}", word.encode())
+            awaited = f"{place}/answer/{rank}/{word}"
+            name = here._take(awaited, 1.5 * deadline_s + _GRACE_S, time.monotonic(), "a common start").decode()
+            here._put(f"{name}/here/{rank}", b"+")
+            return cls(store, rank, world_size, name)
+        ranks = cls(store, rank, world_size, f"{place}/{uuid.uuid4().hex}")
+        try:
+            ranks._welcome(place, deadline_s)
+        except ReplicatorError as error:
+            ranks.agree_on_error(error)
+            raise
+        return ranks
+
+    def _welcome(self, place: str, deadline_s: float) -> None:
+        """Rank 0: answer every rank's word until all have come. A word may be old at first, and then is replaced."""
+        end = time.monotonic() + deadline_s
+        answered: dict[int, bytes] = {}
+        missing = list(range(1, self.world_size))
+        while missing:
+            for rank in missing:
+                if self._store.check([f"{place}/word/{rank}"]):
+                    word = self._get(f"{place}/word/{rank}")
+                    if answered.get(rank) != word:
+                        self._put(f"{place}/answer/{rank}/{word.decode()}", self._name.encode())
+                        answered[rank] = word
+            self._wait([f"{self._name}/here/{rank}" for rank in missing], _MEETING_POLL_S)
+            missing = [rank for rank in missing if not self._store.check([f"{self._name}/here/{rank}"])]
+            if missing and time.monotonic() >= end:
+                names = _listed([str(rank) for rank in missing])
+                raise DeadlineExceededError.of("a common start", f"rank {names} of {self.world_size}", deadline_s)
+        for rank, word in answered.items():
+            self._delete(f"{place}/answer/{rank}/{word.decode()}")
+            self._delete(f"{self._name}/here/{rank}")
+
+    def agree_on_error(self, error: ReplicatorError) -> None:
+        """Rank 0: let the others' next `agree` raise this."""
+        self._put(f"{self._name}/{self._round + 1}/result", b"-" + json.dumps(to_wire(error)).encode())
 
     def agree(
         self,
@@ -161,16 +215,18 @@ class StoreRanks:
         if number < 1:
             return
         for name in ("result", *(str(rank) for rank in range(1, self.world_size))):
-            key = f"{self._name}/{number}/{name}"
-            try:
-                if not self._store.check([key]):
-                    continue
-                count = int(bytes(self._store.get(key)).partition(b"\n")[0])
-                for index in range(1, count):
-                    self._store.delete_key(f"{key}/{index}")
-                self._store.delete_key(key)
-            except RuntimeError:
-                return  # only room is lost
+            self._delete(f"{self._name}/{number}/{name}")
+
+    def _delete(self, key: str) -> None:
+        try:
+            if not self._store.check([key]):
+                return
+            head = bytes(self._store.get(key)).partition(b"\n")[0]
+            for index in range(1, int(head)):
+                self._store.delete_key(f"{key}/{index}")
+            self._store.delete_key(key)
+        except RuntimeError:
+            return  # only room is lost
 
 
 def _try(function: Callable[[], bytes]) -> bytes:
@@ -203,27 +259,37 @@ def _listed(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:_SHOWN_RANKS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def ranks_of(process_group: Any = None) -> Ranks:
-    """The ranks of a torch.distributed process group (default: all), or SingleRank where it is not initialised.
+def meet_ranks(process_group: Any, deadline_s: float) -> Ranks:
+    """The ranks of a torch.distributed process group (None: all), or SingleRank where it is not initialised.
 
-    Does not import torch: a process that did not cannot have initialised it.
+    Every rank must call it. Does not import torch: a process that did not cannot have initialised it.
+
+    Raises:
+        DeadlineExceededError: ranks (named) that did not come.
     """
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if not is_distributed():
         return SingleRank()
     group = process_group if process_group is not None else dist.group.WORLD
-    rank = dist.get_rank(group)
-    world_size = dist.get_world_size(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return SingleRank()
-    store = dist.distributed_c10d._get_default_store()
-    return StoreRanks(store, rank, world_size, f"replicator/{group.group_name}/{_take_number(group.group_name)}")
+    return StoreRanks.meet(_store(), rank, world_size, f"replicator/{group.group_name}", deadline_s)
 
 
-_instances: dict[str, int] = {}
+def known_ranks(name: str) -> Ranks:
+    """All ranks of torch.distributed under a name that they have from somewhere else, and that is new."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if not is_distributed() or dist.get_world_size() == 1:
+        return SingleRank()
+    return StoreRanks(_store(), dist.get_rank(), dist.get_world_size(), f"replicator/{name}")
 
 
-def _take_number(group_name: str) -> int:
-    """How many times this process asked for this group's ranks: the same on all ranks of an SPMD program."""
-    _instances[group_name] = _instances.get(group_name, 0) + 1
-    return _instances[group_name]
+def is_distributed() -> bool:
+    """Whether torch.distributed is initialised in this process."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def _store() -> Any:
+    return sys.modules["torch.distributed"].distributed_c10d._get_default_store()

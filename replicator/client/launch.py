@@ -49,7 +49,11 @@ class AgentRecord:
 
 
 def read_record(root: str | Path) -> AgentRecord | None:
-    """The content of `<root>/agent.json`, or None where there is none (yet). Says nothing about life."""
+    """The content of `<root>/agent.json`, or None where there is none (yet). Says nothing about life.
+
+    Raises:
+        AgentUnavailableError: it is something else.
+    """
     try:
         raw = json.loads((Path(root) / AGENT_FILE).read_text())
         return AgentRecord(
@@ -68,8 +72,14 @@ def read_record(root: str | Path) -> AgentRecord | None:
 
 
 def find_agent(root: str | Path) -> AgentRecord | None:
-    """The agent that serves `root` now: published, and somebody accepts on its socket. Else None."""
-    record = read_record(root)
+    """The agent that serves `root` now: published, and somebody accepts on its socket. Else None.
+
+    What is no valid record counts as none: an agent that starts replaces it.
+    """
+    try:
+        record = read_record(root)
+    except AgentUnavailableError:
+        return None
     return record if record is not None and _accepts(record.socket) else None
 
 

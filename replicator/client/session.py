@@ -6,11 +6,12 @@ import json
 import logging
 import os
 import threading
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicator.client.agreement import Ranks, ranks_of
+from replicator.client.agreement import Ranks, is_distributed, known_ranks, meet_ranks
 from replicator.client.job import find_job
 from replicator.client.local_agent import LocalAgent
 from replicator.client.plan import Plan, plan_from_pb
@@ -53,6 +54,7 @@ class SessionSpec:
     deadline_s: float
     auto_start: bool
     idle_exit_s: float | None
+    nonce: str = ""  # known to all ranks of this incarnation, and never used before
 
 
 class Session:
@@ -92,7 +94,7 @@ class Session:
     def ranks(self) -> Ranks:
         """Those who agree with this one."""
         if self._ranks is None:
-            self._ranks = ranks_of()
+            self._ranks = known_ranks(f"{self.job}/{self.epoch}/{self._spec.nonce}")
         return self._ranks
 
     def lookup(self, step: int | None = None) -> Plan:
@@ -268,9 +270,9 @@ def init(
     if auto_start is None:
         auto_start = not socket_path
     name = find_job(job)
-    ranks = ranks_of(process_group)
-    _check_distributed(ranks)
     deadline = AGREEMENT_DEADLINES * config.deadline_s
+    _check_distributed()
+    ranks = meet_ranks(process_group, deadline)
     agents: list[LocalAgent] = []
 
     def present() -> bytes:
@@ -297,10 +299,11 @@ def init(
         nodes = members(presences)
         epoch = agents[0].open_job(name.job, nodes, config.lookup_deadline_s)
         by_name = {one.node_id: one for one in presences}
-        return json.dumps([epoch, [by_name[node.node_id].to_json().decode() for node in nodes]]).encode()
+        by_node = [by_name[node.node_id].to_json().decode() for node in nodes]
+        return json.dumps([epoch, by_node, uuid.uuid4().hex]).encode()
 
     try:
-        epoch, nodes = json.loads(ranks.agree("the epoch of the job", present, open_epoch, deadline))
+        epoch, nodes, nonce = json.loads(ranks.agree("the epoch of the job", present, open_epoch, deadline))
         spec = SessionSpec(
             root=str(agents[0].root),
             job=name.job,
@@ -310,6 +313,7 @@ def init(
             deadline_s=config.deadline_s,
             auto_start=bool(auto_start),
             idle_exit_s=idle_exit_s,
+            nonce=nonce,
         )
         notes: list[str] = []
 
@@ -338,17 +342,10 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
 
 
-def _check_distributed(ranks: Ranks) -> None:
+def _check_distributed() -> None:
     size = os.environ.get("WORLD_SIZE", "1")
-    if ranks.world_size == 1 and size.isdigit() and int(size) > 1 and not _is_distributed():
+    if size.isdigit() and int(size) > 1 and not is_distributed():
         raise ConfigError(
             f"WORLD_SIZE is {size}, and torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() before replicator.init(), so that the ranks can agree"
         )
-
-
-def _is_distributed() -> bool:
-    import sys
-
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized()

@@ -70,6 +70,7 @@ def sharded_state(step: int, rows: int = 37) -> dict[str, Any]:
         "rows": distribute_tensor(tensor(step, (rows, 5)), mesh, [Shard(0)]),
         "columns": distribute_tensor(tensor(step + 1, (6, rows), torch.bfloat16), mesh, [Shard(1)]),
         "large": distribute_tensor(tensor(step + 2, (512, 1024)), mesh, [Shard(0)]),
+        "tiny": distribute_tensor(tensor(step + 3, (1, 2)), mesh, [Shard(0)]),
         "step": step,
     }
 
@@ -248,6 +249,50 @@ def test_fewer_ranks_load_what_four_saved(shm_root: Path, world: int) -> None:
         assert any(pulled for _, _, pulled in results)
 
 
+def save_large() -> int:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with replicator.init() as session:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state = {
+            "a": distribute_tensor(tensor(1, (4096, 1024)), mesh, [Shard(0)]),
+            "b": distribute_tensor(tensor(2, (4096, 1024)), mesh, [Shard(0)]),
+        }
+        dcp.save(state, checkpoint_id=1, storage_writer=ReplicatedStorageWriter(session, wait_for="protected"))
+        return session.lookup().size_bytes
+
+
+def load_some_rows() -> tuple[bool, list[tuple[str, int, bool]]]:
+    """One rank wants a few rows of one tensor, as one of many ranks of a larger job does."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+    class SomeRows(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            zero, row = torch.Size([0, 0]), torch.Size([1000, 0])
+            index = MetadataIndex("b", torch.Size([2048, 0]))
+            return LoadPlan(
+                [ReadItem(LoadItemType.TENSOR, MetadataIndex("b"), zero, index, row, torch.Size([8, 1024]))]
+            )
+
+    with replicator.init() as session:
+        state = {"b": torch.zeros(8, 1024)}
+        reader = ReplicatedStorageReader(session)
+        dcp.load(state, storage_reader=reader, planner=SomeRows())
+        pulled = [(one.name, one.size, one.whole) for one in reader.pulled if one.name != ".metadata"]
+        return torch.equal(state["b"], tensor(2, (4096, 1024))[3048:3056]), pulled
+
+
+def test_only_the_needed_blocks_move(shm_root: Path) -> None:
+    """F44: of an object of 8 MiB that is elsewhere one block of 4 MiB is brought."""
+    with nodes(shm_root, 4) as four:
+        assert run_job(four, save_large)[0] > 32 << 20
+        assert run_alone(four[0], load_some_rows) == (True, [("__2_0.distcp", 4 << 20, False)])
+        assert reserved_bytes(four[0]) == 0
+
+
 def test_a_lost_node_is_replaced(shm_root: Path) -> None:
     """F10, F13: the replacement is empty and has the same name; everything comes from the survivor."""
     import shutil
@@ -310,6 +355,32 @@ def test_a_failed_save_is_not_a_checkpoint(shm_root: Path) -> None:
             assert "no such luck" in error
             assert between is None
             assert after == 2
+        assert [reserved_bytes(node) for node in two] == [0, 0]
+
+
+def save_too_much() -> list[str]:
+    with replicator.init() as session:
+        outcomes = []
+        for step, size in ((1, 100), (2, 10_000_000), (3, 200)):
+            writer = ReplicatedStorageWriter(session, wait_for="commit")
+            state = {"a": tensor(step, (size,)), "b": tensor(step, (size,))}
+            try:
+                dcp.save(state, checkpoint_id=step, storage_writer=writer)
+                outcomes.append("saved")
+            except BaseException as error:
+                outcomes.append(str(error))
+        return [*outcomes, str(session.lookup().step)]
+
+
+def test_a_full_store(shm_root: Path) -> None:
+    """F22, F40: the numbers on every rank, nothing half-written, and the next save that fits works."""
+    with nodes(shm_root, 2, start=False) as two:
+        for node in two:
+            node.start("--budget-bytes", "8Mi")
+        for first, second, third, step in run_job(two, save_too_much):
+            assert (first, third, step) == ("saved", "saved", "3")
+            assert "StoreFullError" in second
+            assert "budget of 8388608 bytes" in second
         assert [reserved_bytes(node) for node in two] == [0, 0]
 
 

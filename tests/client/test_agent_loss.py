@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -112,4 +114,40 @@ def test_an_agent_of_the_library_is_started_again(shm_root: Path) -> None:
             node.kill()
             assert job.results() == [(True, 4)]
         finally:
+            job.kill()
+
+
+def save_with_a_silent_agent(signs: str) -> tuple[bool, bool]:
+    """(whether the object was there while the agent was silent, whether the next agent call worked)."""
+    from replicator.store.reader import open_object
+
+    session = replicator.init(auto_start=False)
+    version = session.begin(CheckpointContainerId("job", 1))
+    Path(signs + "-stop").touch()
+    wait_until(Path(signs + "-stopped").exists, 30)
+    entry = write(session, version, "alone", b"abc")
+    with open_object(session.agent.paths, version.object("alone")) as held:
+        there = bytes(held.view) == b"abc"
+    commit = session.agent.commit(manifest_of(session, version, entry))
+    Path(signs + "-continue").touch()
+    good = commit.committed.result(30).version == version
+    session.close()
+    return there, good
+
+
+def test_a_silent_agent_does_not_stop_a_save(shm_root: Path) -> None:
+    """F15, F16: it is stopped, not dead: it accepts and never answers. One short deadline, and the save goes on."""
+    with nodes(shm_root, 1, deadline_s=3.0) as (node,):
+        record = node.start()
+        signs = str(shm_root / "signs")
+        job = Job([node], save_with_a_silent_agent, signs)
+        try:
+            wait_until(Path(signs + "-stop").exists, 30)
+            os.kill(record.pid, signal.SIGSTOP)
+            Path(signs + "-stopped").touch()
+            wait_until(Path(signs + "-continue").exists, 60)
+            os.kill(record.pid, signal.SIGCONT)
+            assert job.results() == [(True, True)]
+        finally:
+            os.kill(record.pid, signal.SIGCONT)
             job.kill()

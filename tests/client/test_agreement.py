@@ -94,6 +94,7 @@ def test_an_error_of_the_decision_reaches_all(ranks: list[StoreRanks]) -> None:
     assert {str(error) for error in outcomes} == {"ZeroDivisionError: of all things"}
 
 
+@pytest.mark.parametrize("ranks", ["tcp"], indirect=True)
 def test_a_rank_that_does_not_come_is_named(ranks: list[StoreRanks]) -> None:
     """F15, F41: a bounded wait, and its error says who was awaited. On every rank that did come."""
     outcomes = on_all(ranks[:3], lambda one: one.agree("a word", bytes, joined, 0.5))
@@ -101,6 +102,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: list[StoreRanks]) -> None:
     assert {str(error) for error in outcomes} == {"waited 0.5 s for a word from rank 3 of 4, in vain"}
 
 
+@pytest.mark.parametrize("ranks", ["tcp"], indirect=True)
 def test_rank_0_does_not_come(ranks: list[StoreRanks]) -> None:
     started = time.monotonic()
     outcomes = on_all(ranks[1:], lambda one: one.agree("a word", bytes, joined, 0.4))
@@ -124,6 +126,38 @@ def test_posted_values(ranks: list[StoreRanks]) -> None:
     assert [one.read("generation", 20) for one in ranks] == [b"8"] * WORLD
     with pytest.raises(DeadlineExceededError, match="something else"):
         ranks[1].read("something else", 0.1)
+
+
+def test_what_an_earlier_incarnation_left_is_not_an_answer(ranks: list[StoreRanks]) -> None:
+    """F11: torchrun keeps its store over an elastic restart. Each time all ranks meet anew, in any order."""
+    stores = [one._store for one in ranks]
+    names = set()
+    for number in range(4):
+
+        def body(one: Ranks, number: int = number) -> tuple[str, bytes]:
+            if (one.rank + number) % 2:
+                time.sleep(0.1)  # who comes first finds what the last ones left
+            met = StoreRanks.meet(stores[one.rank], one.rank, WORLD, "place", 20)
+            return met._name, met.agree("a word", lambda: b"%d" % number, joined, 20)
+
+        outcomes = on_all(ranks, body)
+        assert {answer for _, answer in outcomes} == {b"|".join([b"%d" % number] * WORLD)}
+        (name,) = {name for name, _ in outcomes}
+        names.add(name)
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("ranks", ["tcp"], indirect=True)  # waits in a file store are slow
+def test_a_rank_that_does_not_come_to_the_meeting(ranks: list[StoreRanks]) -> None:
+    """F15: all others hear which one it was, also when an earlier incarnation of it had come."""
+    on_all(ranks, lambda one: StoreRanks.meet(one._store, one.rank, WORLD, "place", 20))
+
+    def body(one: Any) -> bytes:
+        met = StoreRanks.meet(one._store, one.rank, WORLD, "place", 0.5)
+        return met.agree("a word", bytes, joined, 0.5)
+
+    outcomes = on_all(ranks[:3], body)
+    assert {str(error) for error in outcomes} == {"waited 0.5 s for a common start from rank 3 of 4, in vain"}
 
 
 def test_alone() -> None:

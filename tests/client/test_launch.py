@@ -98,3 +98,4 @@ def test_a_broken_record(shm_root: Path, text: str) -> None:
     (shm_root / "agent.json").write_text(text)
     with pytest.raises(AgentUnavailableError, match="not an agent's record"):
         read_record(shm_root)
+    assert find_agent(shm_root) is None

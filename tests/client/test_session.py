@@ -193,3 +193,56 @@ def test_used_in_a_forked_child(shm_root: Path) -> None:
     """F32"""
     with nodes(shm_root, 1) as (node,):
         assert "forked" in run_alone(node, forked)
+
+
+def retrieve_by_name() -> tuple[list[bool], list[str], str]:
+    """Rank 0 writes two objects and commits them; rank 2, on the third node, asks for them by name."""
+    import torch.distributed as dist
+
+    with replicator.init() as session:
+        version, message = None, ""
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            version = session.begin(CheckpointContainerId("job", 1))
+            infos = []
+            for name in ("one", "two"):
+                with session.create(version.object(name), 5_000_000) as sink:
+                    sink.write(name.encode() * 1_500_000)
+                infos.append(sink.info)
+                for future in session.replication.async_replicate(sink.info.object):
+                    assert future.result(20).crc32c == sink.info.crc32c
+            session.agent.commit(manifest(session, version, infos)).committed.result(20)
+            box = [version]
+        dist.broadcast_object_list(box)
+        version = box[0]
+        progress: list[str] = []
+        objects = [version.object("two"), version.object("one")]
+        retrieved = session.replication.sync_bulk_retrieve(objects, on_progress=lambda name, _: progress.append(name))
+        assert [one.object for one in retrieved] == objects
+        try:
+            session.replication.sync_bulk_retrieve([version.object("three")])
+        except replicator.ReplicatorError as error:
+            message = f"{type(error).__name__}: {error}"
+        dist.barrier()
+        return [one.was_local for one in retrieved], sorted(set(progress)), message
+
+
+def test_bulk_retrieve(shm_root: Path) -> None:
+    with nodes(shm_root, 3) as three:
+        for rank, (was_local, progress, message) in enumerate(run_job(three, retrieve_by_name)):
+            assert was_local == [rank == 0] * 2 or rank == 1
+            assert progress == ["one", "two"]
+            assert message.startswith("ObjectNotFoundError")
+            assert "'three'" in message
+
+
+def test_the_socket_of_an_agent_elsewhere(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """REPLICATOR_SOCKET: the operator's agent, which is not started when it is missing."""
+    with nodes(shm_root, 1) as (node,):
+        monkeypatch.setenv("REPLICATOR_SOCKET", str(node.root / "agent.sock"))
+        with replicator.init("job") as session:
+            assert session.node.node_id == "n0"
+            assert session.agent.root == node.root
+    monkeypatch.setenv("REPLICATOR_SOCKET", str(shm_root / "nowhere" / "agent.sock"))
+    with pytest.raises(replicator.ReplicatorError, match="no agent runs in"):
+        replicator.init("job")
