@@ -379,8 +379,14 @@ class Committer:
         version = manifest.version
         job = version.container.job
         coordinator = manifest.coordinator_node_id
+        told = False
 
         async def once() -> None:
+            nonlocal told
+            # A buddy that was replaced meanwhile has nothing any more: then its copies are made again first.
+            await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job).node_ids))
+            if not all(self._replicator.acknowledged(version.object(one.name)) for one in held):
+                return
             for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
                 part = held[start : start + OBJECTS_PER_INVENTORY_MESSAGE]
                 if coordinator == self._address.node_id:
@@ -398,11 +404,13 @@ class Committer:
                     peer_pb2.ReportReplicatedReply,
                     awaited=f"taking note that {len(part)} objects of {version} have all their copies",
                 )
+            told = True
 
         try:
             await repeat(once, self._config.deadline_s, final=(StaleEpochError, CommitError))
         except ReplicatorError as error:
             log.warning("the coordinator was not told of copies", extra=fields(version, reason=error))
+        if not told:
             return
         self._reported[version] = None
         while len(self._reported) > MAX_OPEN:

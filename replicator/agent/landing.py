@@ -12,7 +12,7 @@ from replicator.agent.counters import Counters
 from replicator.agent.logs import fields
 from replicator.agent.sources import Opener, PeerSource
 from replicator.config import AgentConfig
-from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError
+from replicator.errors import CorruptObjectError, ObjectNotFoundError
 from replicator.ids import ObjectVersion
 from replicator.store import Reservation, Store
 from replicator.store.client_lock import ClientLock
@@ -152,8 +152,8 @@ class Landing:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(part(index)) for index in range(spread)]
-        except* ReplicatorError as group_error:
-            error = group_error.exceptions[0]
+        except ExceptionGroup as failed:
+            error = failed.exceptions[0]
             if isinstance(error, CorruptObjectError) and sources:
                 self._opener.note_bad(info.object, sources[-1].node_id)
             raise error from None

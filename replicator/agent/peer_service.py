@@ -54,6 +54,8 @@ ReplyT = TypeVar("ReplyT")
 
 MAX_OFFERED = 1024
 MAX_CLAIMS = 64
+# Received at a time: each may be large.
+MAX_MANIFESTS = 16
 _PROGRESS_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
     def __init__(self, core: AgentCore) -> None:
         self.core = core
         self._claims: set[asyncio.Task[None]] = set()
+        self._manifests = asyncio.Semaphore(MAX_MANIFESTS)
 
     @_served
     async def Hello(self, request: peer_pb2.HelloRequest, context: Context) -> peer_pb2.HelloReply:
@@ -144,7 +147,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         self, request: AsyncIterator[types_pb2.ManifestChunk], context: Context
     ) -> peer_pb2.PutManifestReply:
         """Store a manifest."""
-        sender, stated_crc, data = await join_manifest(request)
+        async with self._manifests:
+            sender, stated_crc, data = await join_manifest(request)
         await self.core.committer.store_manifest(data, stated_crc, sender)
         return peer_pb2.PutManifestReply(node=identity_to_pb(self.core.identity))
 

@@ -137,6 +137,11 @@ class PeerDirectory:
         deadline_s = self._config.rpc_deadline_s
         return (await self._greeted(node, self._now() + deadline_s, deadline_s)).channel
 
+    async def confirm(self, job: str, node_id: str) -> None:
+        """Ask a node anew who it is; `on_replaced` tells when it was replaced meanwhile. Raises like `unary`."""
+        deadline_s = self._config.rpc_deadline_s
+        await self._hello(self.resolve(job, node_id), "", self._now() + deadline_s, deadline_s)
+
     async def announce(self) -> None:
         """Tell everybody where this agent is reached now; those who do not answer will hear it another time."""
         targets = self.known()

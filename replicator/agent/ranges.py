@@ -9,7 +9,7 @@ from replicator.agent.landing import Landing
 from replicator.agent.sources import Opener, PeerSource
 from replicator.checksum import block_length
 from replicator.decide.types import ObjectSource
-from replicator.errors import CorruptObjectError, InvalidIdError, ObjectNotFoundError
+from replicator.errors import CorruptObjectError, InvalidIdError, ObjectNotFoundError, TransferError
 from replicator.ids import NodeAddress, ObjectVersion
 from replicator.native import copy_crc32c
 from replicator.store import Store
@@ -20,6 +20,7 @@ from replicator.v1 import local_pb2
 PIECE_BYTES = 1 << 20
 # Of an object that is read as a stream: brought and verified at a time.
 _WINDOW_BYTES = 32 << 20
+MAX_READS = 8
 
 
 class Ranges:
@@ -30,6 +31,7 @@ class Ranges:
         self._store = store
         self._opener = opener
         self._landing = landing
+        self._reads = asyncio.Semaphore(MAX_READS)
 
     async def retrieve(
         self,
@@ -66,8 +68,24 @@ class Ranges:
         """All bytes of the object in order, in pieces of at most PIECE_BYTES, each verified before it is given.
 
         Raises:
-            ObjectNotFoundError, TransferError, CorruptObjectError: with each source's reason.
+            ObjectNotFoundError, TransferError, CorruptObjectError: with each source's reason; TransferError also
+                when MAX_READS others are being read for `deadline_s`.
         """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._reads.acquire()
+        except TimeoutError:
+            raise TransferError(
+                f"{one} cannot be read now: {MAX_READS} objects are being read, and were for {deadline_s:.1f} s; "
+                "try again, or another agent"
+            ) from None
+        try:
+            async for piece in self._pieces(one, source, deadline_s):
+                yield piece
+        finally:
+            self._reads.release()
+
+    async def _pieces(self, one: ObjectVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
         sources = self._opener.sources(one, source.node_ids)
         info, is_local = await self._describe(one, source, sources)
         count = len(info.block_crcs)

@@ -149,6 +149,21 @@ def test_a_container_whose_buddy_is_away_is_committed_and_not_protected(own_thre
     assert own_three.nodes[1].held(manifest.version.object("shard-0")) is not None
 
 
+def test_what_a_replaced_buddy_acknowledged_counts_for_nothing(own_three: Cluster) -> None:
+    """F19, F49: same name and port, empty memory. The container is protected once the copies are there again."""
+    manifest = own_three.save(1, ranks=[own_three.ranks[0], own_three.ranks[2]])
+    mine = manifest.version.object("shard-0")
+    assert own_three.ranks[0].outcome(mine).ok
+    buddy = own_three.nodes[1]
+    port = buddy.port
+    buddy.kill()
+    buddy.root = buddy.root.with_name("replacement")
+    buddy.start("--port", str(port))
+    own_three.ranks[0].commit(manifest)
+    own_three.ranks[0].protected(manifest.version)
+    assert buddy.held(mine) is not None
+
+
 def test_an_owner_killed_before_its_report_makes_it_after_its_restart(own_three: Cluster) -> None:
     """What an owner knew of its copies is rebuilt by asking."""
     manifest = own_three.save(1)
