@@ -26,6 +26,8 @@ from replicator.store.reader import ObjectReader, open_object
 
 logger = logging.getLogger("replicator.checkpoint")
 
+_CLEARED_AT_ONCE = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
@@ -103,7 +105,7 @@ class Fetcher:
         finally:
             if not done:
                 for extent in extents:
-                    extent.target[:] = bytes(len(extent.target))
+                    _clear(extent.target)
 
     def _fill(self, source: ObjectSource, extents: Sequence[Extent]) -> None:
         """Until good bytes are found, with one holder fewer each time that a copy proves bad."""
@@ -195,6 +197,13 @@ class Fetcher:
         for source, one in zip(sources, retrieved, strict=True):
             if not one.was_local:
                 self.pulled.append(Pulled(source.name, source.size, one.source_node_id, one.lane, True))
+
+
+def _clear(target: memoryview) -> None:
+    zeros = bytes(min(len(target), _CLEARED_AT_ONCE))
+    for start in range(0, len(target), _CLEARED_AT_ONCE):
+        piece = target[start : start + _CLEARED_AT_ONCE]
+        piece[:] = zeros[: len(piece)]
 
 
 def _block(held: ObjectReader, index: int) -> Block:

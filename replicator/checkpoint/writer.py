@@ -287,12 +287,18 @@ class ReplicatedStorageWriter(StorageWriter):
         else:
             self.replica_futures += futures
             for future in futures:
-                future.add_done_callback(_log_failure)
+                future.add_done_callback(self._log_failure)
         return ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)
+
+    def _log_failure(self, future: Future[Any]) -> None:
+        error = future.exception()
+        # After the end of the session nobody listens any more; the agents go on.
+        if error is not None and not self.session.agent.closed:
+            logger.warning("%s", error)
 
     def _await(self, version: ContainerVersion, futures: CommitFutures) -> None:
         if self.wait_for == "seal":
-            futures.committed.add_done_callback(_log_failure)
+            futures.committed.add_done_callback(self._log_failure)
             return
         deadline_s = self.wait_deadline_s or _WAIT_DEADLINES * self.session.deadline_s
         future = futures.committed if self.wait_for == "commit" else futures.protected
@@ -308,15 +314,13 @@ class ReplicatedStorageWriter(StorageWriter):
             ) from None
 
 
-def _log_failure(future: Future[Any]) -> None:
-    error = future.exception()
-    if error is not None:
-        logger.warning("%s", error)
-
-
 def _tensor_bytes(item: WriteItem) -> int:
-    """At most what the item will take, when it is a dense tensor; a guess for others."""
+    """What the item will take, when it is a dense tensor; a guess for others, of which the object grows."""
     tensor = item.tensor_data
     if tensor is None:
         return 0
-    return template_of(tensor.properties.dtype, tuple(tensor.chunk.sizes)).total_bytes + PAYLOAD_ALIGNMENT
+    try:
+        template = template_of(tensor.properties.dtype, tuple(tensor.chunk.sizes))
+    except RuntimeError:  # a dtype that has no plain tensors
+        return PAYLOAD_ALIGNMENT
+    return template.total_bytes + PAYLOAD_ALIGNMENT

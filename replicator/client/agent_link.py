@@ -122,6 +122,11 @@ class AgentLink:
         connection = self._connection
         return connection is not None and not connection.lost.is_set()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
     def wait_connected(self, deadline_s: float) -> None:
         """Wait for an agent.
 

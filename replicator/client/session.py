@@ -82,6 +82,7 @@ class Session:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._generation = make_generation(spec.epoch, 0)
+        self._lone_generation = -1  # the last one chosen without the agent
         with _sessions_lock:
             _sessions[_key(spec)] = self
 
@@ -141,7 +142,11 @@ class Session:
         except AgentUnavailableError as error:
             logger.warning("%s is begun without the agent: %s", container, error)
         epoch, attempt = split_generation(self._generation)
-        return ContainerVersion(container, make_generation(epoch, min(attempt + _LONE_STRIDE, MAX_ATTEMPT)))
+        attempt += 1 if self._generation == self._lone_generation else _LONE_STRIDE
+        if attempt > MAX_ATTEMPT:
+            raise AgentUnavailableError(f"{container} cannot be begun: no attempts are left without the agent")
+        self._lone_generation = make_generation(epoch, attempt)
+        return ContainerVersion(container, self._lone_generation)
 
     def follow(self, container: CheckpointContainerId, told: ContainerVersion) -> ContainerVersion:
         """The generation that the coordinator began for this save, which told `told`, maybe long ago.
