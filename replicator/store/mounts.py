@@ -54,44 +54,54 @@ def room_for(what: str, root: Path) -> Iterator[None]:
         ) from None
 
 
-def cgroup_limit() -> int | None:
+def cgroup_limit(processes: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes of memory that this process's cgroup may use (v1 or v2, the lowest on the way up); None: no limit."""
-    limits = [limit for limit in map(_read_limit, _limit_files()) if limit is not None]
+    limits = [limit for limit in map(_read_limit, _limit_files(processes, top)) if limit is not None]
     return min(limits, default=None)
 
 
-def _limit_files() -> list[Path]:
+def _limit_files(processes: Path, top: Path) -> list[Path]:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = processes.read_text().splitlines()
     except OSError:
         return []
     files: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, name = Path("/sys/fs/cgroup"), "memory.max"
+            mounted, name = top, "memory.max"
         elif "memory" in controllers.split(","):
-            top, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            mounted, name = top / "memory", "memory.limit_in_bytes"
         else:
             continue
-        here = top / path.lstrip("/")
-        files += [directory / name for directory in (here, *here.parents) if directory.is_relative_to(top)]
+        # In a container the path may be that of the host, and only the top is there.
+        here = mounted / path.lstrip("/")
+        files += [directory / name for directory in (here, *here.parents) if directory.is_relative_to(mounted)]
     return files
 
 
 def _read_limit(path: Path) -> int | None:
     try:
-        text = path.read_text().strip()
-        limit = int(text)
+        limit = int(path.read_text())
     except (OSError, ValueError):
         return None
     return limit if limit < _UNLIMITED else None
 
 
-def default_budget(path: Path, already_used: int, limit: int | None) -> int:
-    """90% of what the file system and the cgroup leave for the store, what it uses already included. Bytes.
+def settle_budget(asked: int, available: int, limit: int | None) -> tuple[int, str]:
+    """(budget in bytes, warning or empty) of a store.
 
-    `limit` is that of the cgroup, None when there is none.
+    Args:
+        asked: the configured budget; 0: 90% of what there is.
+        available: bytes free in the file system, those that the store uses already included.
+        limit: of the cgroup, None when there is none. Beyond it, allocating is answered with SIGKILL.
     """
-    available = free_bytes(path) + already_used
-    return int(BUDGET_FRACTION * (available if limit is None else min(available, limit)))
+    most = int(BUDGET_FRACTION * (available if limit is None else min(available, limit)))
+    if not asked:
+        return most, ""
+    if limit is not None and asked > limit:
+        return most, (
+            f"budget_bytes is {asked}, but this process may use {limit} bytes of memory (the limit of its cgroup) and "
+            f"would be killed beyond them; the budget is {most} bytes instead. Raise the container's memory limit"
+        )
+    return asked, ""

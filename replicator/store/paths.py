@@ -6,6 +6,7 @@ directories have mode 0700, all files 0600.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -237,6 +238,15 @@ def _warning(path: Path, filesystem: str) -> str:
         f"{path} is on {filesystem}, not on a tmpfs: checkpoints are written to a disk, slowly; "
         "choose a root under /dev/shm, or mount a tmpfs for it"
     )
+
+
+def read_small(path: Path) -> bytes:
+    """What `write_atomic` wrote. Raises OSError, also for what is no file (and might be waited for without end)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", str(path))
+        return stream.read()
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,37 @@ class Recycled:
     capacity: int
 
 
+class Shelves:
+    """Free segments by client and capacity, so that thousands of small ones cost no more to look through than a few."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[tuple[str, int], dict[str, Recycled]] = {}
+        self.bytes = 0
+
+    def put(self, segment: Recycled) -> None:
+        self._shelves.setdefault((segment.name.client_id, segment.capacity), {})[segment.name.text] = segment
+        self.bytes += segment.capacity
+
+    def take(self, client_id: str, capacity: int) -> Recycled | None:
+        """One from the shelf, the last that was put there; None when it is empty."""
+        shelf = self._shelves.get((client_id, capacity))
+        if shelf is None:
+            return None
+        segment = shelf.popitem()[1]
+        if not shelf:
+            del self._shelves[client_id, capacity]
+        self.bytes -= capacity
+        return segment
+
+    def owners(self) -> set[str]:
+        return {owner for owner, _ in self._shelves}
+
+    def sizes(self, first: str, least: int, most: int | None = None) -> list[tuple[str, int]]:
+        """The shelves (client, capacity) with capacities in a range: those of client `first` first, small ones first."""
+        found = [shelf for shelf in self._shelves if least <= shelf[1] and (most is None or shelf[1] <= most)]
+        return sorted(found, key=lambda shelf: (shelf[0] != first, shelf[1]))
+
+
 @dataclass(frozen=True, slots=True)
 class Doomed:
     """A file under a temporary name, out of the accounts, to be removed. `unread`: and nobody reads it."""
@@ -71,17 +102,14 @@ class SegmentPool:
         self._paths = paths
         self._is_alive = is_alive
         self._is_attached = is_attached
-        self._free: dict[str, Recycled] = {}
+        self._free = Shelves()
         self._reserved: dict[str, Reservation] = {}
+        self.reserved_bytes = 0
         self.doomed: list[Doomed] = []
 
     @property
     def free_bytes(self) -> int:
-        return sum(segment.capacity for segment in self._free.values())
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(reservation.capacity for reservation in self._reserved.values())
+        return self._free.bytes
 
     def adopt_file(self, name: SegmentName) -> None:
         """Take a file that was found in segments/ at start into account; one that nobody may use is removed."""
@@ -90,64 +118,83 @@ class SegmentPool:
         if found.st_nlink > 1 or found.st_size == 0:
             self._doom(path)
         elif name.free:
-            self._free[name.text] = Recycled(name, found.st_ino, found.st_size)
+            self._free.put(Recycled(name, found.st_ino, found.st_size))
         elif self._is_alive(name.client_id):
-            self._reserved[name.text] = Reservation(name.text, found.st_ino, found.st_size)
+            self.add(Reservation(name.text, found.st_ino, found.st_size))
         else:
             self._set_free(path, name.client_id, found.st_ino, found.st_size)
 
     def take(self, client_id: str, capacity: int) -> Reservation | None:
         """The free segment that fits best, for this client; None when there is none that it may have."""
         most = int(capacity * _FIT) + _FIT_SLACK
-        fitting = [segment for segment in self._free.values() if capacity <= segment.capacity <= most]
-        # Its own first: it has them mapped.
-        fitting.sort(key=lambda s: (s.name.client_id != client_id, s.capacity))
-        for segment in fitting:
-            if not self._may_have(client_id, segment):
-                continue
-            del self._free[segment.name.text]
+        for segment in self._fitting(client_id, capacity, most):
             name = SegmentName.new(client_id)
             try:
                 rename_new(self._paths.segments / segment.name.text, self._paths.segments / name.text)
             except FileNotFoundError:
                 continue
             reservation = Reservation(name.text, segment.inode, segment.capacity)
-            self._reserved[name.text] = reservation
+            self.add(reservation)
             return reservation
         return None
 
-    def _may_have(self, client_id: str, segment: Recycled) -> bool:
-        return segment.name.client_id == client_id or not self._is_alive(segment.name.client_id)
+    def lend(self, client_id: str, capacity: int) -> Recycled | None:
+        """Like `take`, for a small object that the caller writes at once: the file keeps its name until it is sealed.
+
+        A crash leaves a free segment, whatever is in it. What is not sealed comes back with `put_back`.
+        """
+        return next(self._fitting(client_id, capacity, int(capacity * _FIT)), None)
+
+    def put_back(self, segment: Recycled) -> None:
+        """A segment that was lent is free again."""
+        self._free.put(segment)
+
+    def _fitting(self, client_id: str, capacity: int, most: int) -> Iterator[Recycled]:
+        """Free segments that a client may have, each taken off its shelf; its own first, for it has them mapped."""
+        for owner, size in self._free.sizes(client_id, capacity, most):
+            if owner != client_id and self._is_alive(owner):
+                continue
+            while (segment := self._free.take(owner, size)) is not None:
+                yield segment
 
     def add(self, reservation: Reservation) -> None:
         """A segment that was made for a client."""
         self._reserved[reservation.segment] = reservation
+        self.reserved_bytes += reservation.capacity
 
     def reservation(self, client_id: str, segment: str) -> Reservation | None:
         """A client's reservation; None when it has no such.
 
         Raises:
-            SegmentError: the segment is another client's.
+            SegmentError: the segment is another client's, or free.
         """
         name = SegmentName.parse(segment)
         if name.client_id != client_id:
             raise SegmentError(f"segment {segment} belongs to client {name.client_id}, not to {client_id}")
+        if name.free:
+            raise SegmentError(f"segment {segment} is free; reserve one first")
         return self._reserved.get(segment)
 
     def sealed(self, segment: str) -> None:
         """The segment was published, and is no reservation any more."""
-        self._reserved.pop(segment, None)
+        self._unreserve(segment)
+
+    def _unreserve(self, segment: str) -> bool:
+        reservation = self._reserved.pop(segment, None)
+        if reservation is None:
+            return False
+        self.reserved_bytes -= reservation.capacity
+        return True
 
     def sealed_inode(self, inode: int) -> None:
         """Like `sealed`, for a segment that its client published by itself."""
         for reservation in list(self._reserved.values()):
             if reservation.inode == inode:
-                del self._reserved[reservation.segment]
+                self._unreserve(reservation.segment)
 
     def release(self, segment: str) -> None:
         """A reservation ends without an object."""
-        reservation = self._reserved.pop(segment, None)
-        if reservation is None:
+        if not self._unreserve(segment):
             return
         path = self._paths.segments / segment
         with contextlib.suppress(FileNotFoundError):
@@ -157,7 +204,7 @@ class SegmentPool:
         """Everything a dead client had reserved becomes free, also segments that it made without us."""
         prefix = f"w.{client_id}."
         for segment in [segment for segment in self._reserved if segment.startswith(prefix)]:
-            del self._reserved[segment]
+            self._unreserve(segment)
         for path in self._paths.segments.glob(f"{prefix}*"):
             with contextlib.suppress(FileNotFoundError):
                 self.recycle(path, client_id)
@@ -182,7 +229,7 @@ class SegmentPool:
     def _set_free(self, path: Path, client_id: str, inode: int, size: int) -> None:
         name = SegmentName.new(client_id, free=True)
         rename_new(path, self._paths.segments / name.text)
-        self._free[name.text] = Recycled(name, inode, size)
+        self._free.put(Recycled(name, inode, size))
 
     def trim(self, wanted: int) -> int:
         """Give up free segments until `wanted` bytes are gained or none is left; bytes gained.
@@ -192,13 +239,11 @@ class SegmentPool:
         if wanted <= 0:
             return 0
         gained = 0
-        alive = {client_id: self._is_alive(client_id) for client_id in {s.name.client_id for s in self._free.values()}}
-        for segment in sorted(self._free.values(), key=lambda s: (alive[s.name.client_id], s.capacity)):
-            if gained >= wanted:
-                break
-            del self._free[segment.name.text]
-            self._doom(self._paths.segments / segment.name.text, unread=True)
-            gained += segment.capacity
+        alive = {owner: self._is_alive(owner) for owner in self._free.owners()}
+        for owner, size in sorted(self._free.sizes("", 0), key=lambda shelf: (alive[shelf[0]], shelf[1])):
+            while gained < wanted and (segment := self._free.take(owner, size)) is not None:
+                self._doom(self._paths.segments / segment.name.text, unread=True)
+                gained += segment.capacity
         return gained
 
     def _doom(self, path: Path, unread: bool = False) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from replicator.errors import CorruptObjectError, InvalidIdError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, validate_job
 from replicator.native import crc32c
-from replicator.store.paths import StorePaths, walk_versions, write_atomic
+from replicator.store.paths import StorePaths, read_small, walk_versions, write_atomic
 
 _MANIFEST_MAGIC = b"RPLMAN\x00\x01"
 _HEAD = struct.Struct("<8sI")
@@ -104,7 +104,7 @@ class Records:
 
 
 def _read_manifest(path: Path) -> bytes:
-    data = path.read_bytes()
+    data = read_small(path)
     if len(data) < _HEAD.size or data[:8] != _MANIFEST_MAGIC:
         raise CorruptObjectError(f"{path} is not a manifest")
     crc = _HEAD.unpack_from(data)[1]
@@ -116,7 +116,7 @@ def _read_manifest(path: Path) -> bytes:
 def _read_job(path: Path) -> JobState:
     """Raises CorruptObjectError, OSError."""
     try:
-        stored = json.loads(path.read_bytes())
+        stored = json.loads(read_small(path))
         found = stored["state"]
         if path.suffix != ".json" or _json_crc(found) != stored["crc32c"]:
             raise ValueError("it does not match its checksum")

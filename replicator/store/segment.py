@@ -6,9 +6,12 @@ are recycled by rename, and a process keeps its mapping of a segment as long as 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from replicator.errors import SegmentError, StoreError
@@ -94,6 +97,28 @@ class MappedSegment:
     def is_linked(self) -> bool:
         """Whether the file still has a name: what has none is not going to be used again."""
         return os.fstat(self._fd).st_nlink > 0
+
+    @contextlib.contextmanager
+    def kept_at(self, path: Path) -> Iterator[None]:
+        """For who writes on behalf of another process, which may die meanwhile: until the end of the block the memory
+        goes to nobody else, for the recycler takes this process for a reader.
+
+        Raises:
+            SegmentError: the segment is no longer at `path`; it was given up before.
+        """
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        try:
+            if not self._is_at(path):
+                raise SegmentError(f"segment {self.name} was given up; its client is gone")
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(path))
+        except FileNotFoundError:
+            return False
 
 
 class MappingCache:

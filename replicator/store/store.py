@@ -19,7 +19,7 @@ from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
-from replicator.store.mounts import cgroup_limit, default_budget, free_bytes, room_for
+from replicator.store.mounts import cgroup_limit, free_bytes, room_for, settle_budget
 from replicator.store.paths import StorePaths, check_client_id
 from replicator.store.pool import Doomed, Reservation, SegmentPool
 from replicator.store.publish import publish
@@ -79,6 +79,7 @@ class Store:
         self._records = Records(paths)
         self._pool = self._new_pool()
         self._jobs: dict[str, JobState] = {}
+        self._asked_budget = budget_bytes
         self._budget = budget_bytes
         self._quarantine = Quarantine(paths)
         self._in_flight = 0
@@ -120,24 +121,11 @@ class Store:
             self._jobs = {}
             report = rebuild(self.paths, self._index, self._pool, self._records, self._jobs)
             self._quarantine.look()
-            self._budget = self._settled_budget()
+            available = free_bytes(self.paths.root) + self._used()
+            self._budget, warning = settle_budget(self._asked_budget, available, cgroup_limit())
+            if warning:
+                logger.warning("%s", warning)
             return report
-
-    def _settled_budget(self) -> int:
-        limit = cgroup_limit()
-        most = default_budget(self.paths.root, self._used(), limit)
-        if not self._budget:
-            return most
-        if limit is not None and self._budget > limit:
-            logger.warning(
-                "budget_bytes is %d, but this process may use %d bytes of memory (its cgroup's limit), beyond which it "
-                "would be killed: %d are used; raise the container's memory limit",
-                self._budget,
-                limit,
-                most,
-            )
-            return most
-        return self._budget
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

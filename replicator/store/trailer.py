@@ -66,8 +66,14 @@ def capacity_for(size: int, block_size: int = BLOCK_SIZE) -> int:
 
 def payload_limit(capacity: int, block_size: int = BLOCK_SIZE) -> int:
     """The largest object that fits a segment of `capacity` bytes."""
-    size = capacity - PAGE
-    return max(size - _table_room(block_count(size, block_size)), 0)
+    fits, too_many = 0, capacity // PAGE
+    while too_many - fits > 1:
+        pages = (fits + too_many) // 2
+        if capacity_for(pages * PAGE, block_size) <= capacity:
+            fits = pages
+        else:
+            too_many = pages
+    return fits * PAGE
 
 
 def encode_trailer(info: ObjectInfo, capacity: int) -> list[tuple[int, bytes]]:

@@ -1,0 +1,170 @@
+"""Budget, a full file system, and what is given up for room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_support import MIB, Trainer, check_accounts, version
+
+from replicator.errors import StoreFullError
+from replicator.native import crc32c
+from replicator.store import JobState, Store
+from replicator.store.mounts import cgroup_limit, settle_budget
+from replicator.store.paths import StorePaths, open_root
+
+
+def test_budget(store: Store, trainer: Trainer) -> None:
+    trainer.save(store, version(1).object("a"), b"1" * (40 * MIB))
+    with pytest.raises(StoreFullError, match=r"budget of 67108864 bytes, \d+ hold sealed"):
+        store.reserve(trainer.client_id, 30 * MIB)
+
+    def drop(wanted: int) -> int:
+        assert wanted > 5 * MIB
+        return store.drop(version(1))
+
+    store.on_pressure = drop
+    assert store.reserve(trainer.client_id, 60 * MIB).capacity == 60 * MIB
+    assert store.usage().used_bytes <= 64 * MIB
+
+
+def test_budget_default_is_below_what_is_free(shm_root: Path) -> None:
+    opened = Store(open_root(shm_root / "s", create=True))
+    opened.rebuild()
+    free = os.statvfs(shm_root)
+    assert 0 < opened.usage().budget_bytes <= 0.91 * free.f_bavail * free.f_frsize
+    opened.close()
+
+
+@pytest.fixture
+def small(shm_root: Path) -> Iterator[StorePaths]:
+    """A store on a file system of its own, of 16 MiB and 64 files."""
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    mount = shm_root / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=64", "tmpfs", mount], check=True)
+    try:
+        yield open_root(mount / "store", create=True)
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_full_file_system_is_an_error_at_reservation(small: StorePaths) -> None:
+    """F22: never a SIGBUS in the middle of a copy; also when somebody else filled it."""
+    opened = Store(small, 64 * MIB)
+    opened.rebuild()
+    trainer = Trainer(small)
+    trainer.save(opened, version(1).object("a"), b"1" * (4 * MIB))
+    (small.root.parent / "foreign").write_bytes(bytes(8 * MIB))
+    with pytest.raises(StoreFullError, match=r"no room for a segment of 6291456 bytes.*has \d+ bytes and"):
+        opened.reserve(trainer.client_id, 6 * MIB)
+    check_accounts(opened)
+    opened.on_pressure = lambda wanted: opened.drop(version(1))
+    assert opened.reserve(trainer.client_id, 6 * MIB).capacity == 6 * MIB
+    check_accounts(opened)
+    trainer.close()
+    opened.close()
+
+
+def test_a_file_system_without_room_for_another_name_is_full(small: StorePaths) -> None:
+    """Every object, directory and manifest takes an inode; what is there stays as it was."""
+    opened = Store(small, 64 * MIB)
+    opened.rebuild()
+    trainer = Trainer(small)
+
+    def fill() -> None:
+        for step in range(64):
+            trainer.save(opened, version(step).object("a"), b"1")
+
+    with pytest.raises(StoreFullError, match="0 files left"):
+        fill()
+    with pytest.raises(StoreFullError, match="manifest of"):
+        opened.put_manifest(version(99), b"m", crc32c(b"m"))
+    with pytest.raises(StoreFullError, match="job other"):
+        opened.put_job_state(JobState("other", 1, (), 1))
+    assert opened.manifest(version(99)) is None
+    assert opened.job_state("other") is None
+    check_accounts(opened)
+    trainer.close()
+    opened.client_gone(trainer.client_id)
+    opened.close()
+    again = Store(small, 64 * MIB)
+    again.rebuild()
+    assert again.versions() == opened.versions()
+    again.close()
+
+
+def test_what_was_dropped_for_room_is_written_again_by_its_writer(store: Store, trainer: Trainer) -> None:
+    inode = trainer.save(store, version(1).object("a"), b"1" * (40 * MIB))
+    store.on_pressure = lambda wanted: store.drop(version(1))
+    assert trainer.save(store, version(2).object("a"), b"2" * (40 * MIB)) == inode
+
+
+def test_free_segments_of_the_dead_are_given_up_first(store: Store, trainer: Trainer) -> None:
+    dead = Trainer(store.paths)
+    dead.save(store, version(1).object("a"), b"1" * (20 * MIB))
+    inode = trainer.save(store, version(1).object("b"), b"1" * (10 * MIB))
+    store.drop(version(1))
+    dead.close()
+    store.client_gone(dead.client_id)
+    store.reserve(trainer.client_id, 50 * MIB)
+    assert store.reserve(trainer.client_id, 10 * MIB).inode == inode
+
+
+def test_quarantine_is_given_up_before_containers(store: Store, trainer: Trainer) -> None:
+    one = version(1).object("a")
+    trainer.save(store, one, b"1" * (40 * MIB))
+    store.quarantine(one, "a test")
+
+    def never(wanted: int) -> int:
+        raise AssertionError(f"asked for {wanted} bytes")
+
+    store.on_pressure = never
+    store.reserve(trainer.client_id, 40 * MIB)
+    usage = store.usage()
+    assert (usage.quarantined_objects, usage.quarantined_bytes) == (1, 0)
+    check_accounts(store)
+
+
+def test_what_can_never_fit_drops_nothing(store: Store, trainer: Trainer) -> None:
+    trainer.save(store, version(1).object("a"), b"1" * MIB)
+    store.drop(version(1))
+    free = store.usage().free_bytes
+    with pytest.raises(StoreFullError, match="no room for 68157440 bytes"):
+        store.reserve(trainer.client_id, 65 * MIB)
+    assert store.usage().free_bytes == free > 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000", "memory.max": "5000"}, 1000),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("4:memory:/docker/1\n0::/\n", {"memory/memory.limit_in_bytes": "2000"}, 2000),
+        ("4:cpu,memory:/x\n", {"memory/x/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("5:cpu:/x\n", {"x/memory.max": "1"}, None),
+    ],
+)
+def test_the_lowest_limit_of_either_kind_of_cgroup(
+    tmp_path: Path, groups: str, files: dict[str, str], limit: int | None
+) -> None:
+    """F23. The texts are those of the kernel; v2, v1 seen from a container, v1 without limit."""
+    (tmp_path / "cgroup").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text + "\n")
+    assert cgroup_limit(tmp_path / "cgroup", tmp_path / "fs") == limit
+
+
+def test_a_budget_stays_below_what_the_cgroup_allows() -> None:
+    """F23: beyond it even a reservation is answered with SIGKILL."""
+    assert settle_budget(0, 1000, None) == (900, "")
+    assert settle_budget(0, 1000, 100) == (90, "")
+    assert settle_budget(95, 1000, 100) == (95, "")
+    budget, warning = settle_budget(500, 1000, 100)
+    assert budget == 90
+    assert "500" in warning

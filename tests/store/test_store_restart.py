@@ -1,0 +1,215 @@
+"""From the files to the index: restarts, damaged files, roots."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from store_support import Trainer, check_accounts, reopened, version
+
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, StoreError, StoreRootError
+from replicator.ids import NodeAddress, NodeIdentity, make_generation
+from replicator.native import crc32c
+from replicator.store import JobState, Store
+from replicator.store.paths import open_root
+from replicator.store.publish import publish
+from replicator.store.reader import open_object
+
+
+def test_damaged_files_are_put_away_and_the_rest_is_found(store: Store, trainer: Trainer) -> None:
+    for name in "abcd":
+        trainer.save(store, version().object(name), name.encode() * 5000)
+    directory = store.paths.objects_of(version())
+    with (directory / "a").open("r+b") as stream:
+        stream.seek(-100, os.SEEK_END)
+        stream.write(b"damage")
+    (directory / "b").rename(directory / "z")
+    (directory / "c").write_bytes(b"short")
+    (store.paths.objects / "job" / "step-x").mkdir()
+    (store.paths.objects / "job" / "step-x" / "y").write_text("garbage")
+    (store.paths.segments / "garbage").write_text("x")
+    again = reopened(store)
+    assert sorted(again.objects(version())) == ["d"]
+    assert again.usage().quarantined_objects >= 4
+    again.close()
+
+
+def test_manifests_marks_and_jobs_survive(store: Store) -> None:
+    members = (NodeAddress(NodeIdentity("n1", 2**64 - 1), "127.0.0.1:1"),)
+    store.put_manifest(version(), b"manifest", crc32c(b"manifest"))
+    store.put_job_state(JobState("job", 7, members, 1))
+    with pytest.raises(StoreError, match="never changed"):
+        store.put_manifest(version(), b"other", crc32c(b"other"))
+    with pytest.raises(CorruptObjectError, match="checksum"):
+        store.put_manifest(version(2), b"other", 1)
+    with pytest.raises(StoreError, match="not committed"):
+        store.mark_protected(version(9))
+    store.mark_protected(version())
+    again = reopened(store)
+    assert again.manifest(version()) == b"manifest"
+    assert again.is_protected(version())
+    assert again.job_state("job") == JobState("job", 7, members, 1)
+    assert again.versions("job") == [version()]
+    again.drop(version())
+    assert again.versions() == []
+    assert reopened(again).manifest(version()) is None
+
+
+def test_quarantine(store: Store, trainer: Trainer) -> None:
+    one = version().object("a")
+    trainer.save(store, one, b"abc")
+    store.quarantine(one, "checksum")
+    assert store.get(one) is None
+    assert store.usage().quarantined_objects == 1
+    with pytest.raises(ObjectNotFoundError):
+        open_object(store.paths, one)
+    trainer.save(store, one, b"repaired")
+    assert reopened(store).get(one) is not None
+
+
+def test_one_agent_per_root(store: Store) -> None:
+    with pytest.raises(StoreRootError, match="another agent"):
+        Store(store.paths)
+
+
+@pytest.mark.parametrize("spoil", ["missing", "file", "format", "garbage"])
+def test_bad_roots(shm_root: Path, spoil: str) -> None:
+    root = shm_root / "r"
+    if spoil == "file":
+        root.write_text("x")
+    elif spoil != "missing":
+        open_root(root, create=True)
+        (root / "store.json").write_text('{"format": 99, "store_id": "x"}' if spoil == "format" else "{")
+    with pytest.raises(StoreRootError, match=str(root)):
+        open_root(root, create=spoil in ("file", "format", "garbage"))
+
+
+def test_a_root_on_a_disk_is_allowed_with_a_warning(tmp_path: Path) -> None:
+    paths = open_root(tmp_path / "r", create=True)
+    assert (paths.filesystem == "tmpfs") == (paths.warning == "")
+
+
+def _make(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+        (path / "inside").write_bytes(bytes(5000))
+    elif kind == "link":
+        path.symlink_to("/nowhere")
+    else:
+        path.write_bytes(bytes(5000))
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo", "directory", "link"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "objects/x",
+        "objects/bad name",
+        "objects/job/x",
+        "objects/job/step-1_ckpt/x",
+        "objects/job/step-01_ckpt/0000000000100000",
+        "objects/job/step-1/0000000000100000",
+        "objects/job/step-1_ckpt/0000000000100000/x",
+        "objects/job/step-1_ckpt/0000000000100000/bad name",
+        "manifests/x",
+        "manifests/job/step-1_ckpt/0000000000100000/manifest",
+        "manifests/job/step-1_ckpt/0000000000100000/x",
+        "segments/x",
+        "segments/w.ab.0000000000000001",
+        "jobs/x.json",
+        "jobs/x",
+    ],
+)
+def test_no_garbage_anywhere_keeps_a_store_from_opening(store: Store, trainer: Trainer, place: str, kind: str) -> None:
+    trainer.save(store, version(2).object("a"), b"good")
+    path = store.paths.root / place
+    is_segment = place.startswith("segments/w.") and kind == "file"
+    _make(path, kind)
+    again = reopened(store)
+    assert again.versions() == [version(2)]
+    assert not os.path.lexists(path)
+    if not is_segment:
+        assert again.usage().quarantined_objects == 1
+        check_accounts(again)
+    once_more = reopened(again)
+    assert once_more.rebuild().quarantined == 0
+    once_more.close()
+
+
+def test_a_mark_without_its_manifest_marks_nothing_later(store: Store) -> None:
+    """A crash between the removal of a manifest and of its mark; then another manifest of the same version."""
+    store.put_manifest(version(), b"one", crc32c(b"one"))
+    store.mark_protected(version())
+    (store.paths.manifest_of(version()) / "manifest").unlink()
+    again = reopened(store)
+    assert again.versions() == []
+    again.put_manifest(version(), b"two", crc32c(b"two"))
+    once_more = reopened(again)
+    assert once_more.manifest(version()) == b"two"
+    assert not once_more.is_protected(version())
+    once_more.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_job_whose_file_is_damaged_keeps_the_epoch_of_its_objects(
+    store: Store, trainer: Trainer, damage: str
+) -> None:
+    """F11: an older incarnation than the one that wrote them is still refused, and no attempt is given out twice."""
+    store.put_job_state(JobState("job", 7, (), 1, attempt=16))
+    trainer.save(store, version(generation=make_generation(7, 3)).object("a"), b"x")
+    path = store.paths.job("job")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"7")] ^= 1
+    path.write_bytes({"flip": data, "cut": data[:-5], "empty": b""}[damage])
+    again = reopened(store)
+    state = again.job_state("job")
+    assert state is not None
+    assert state.epoch == 7
+    assert state.attempt > 16
+    once_more = reopened(again)
+    assert once_more.job_state("job") == state
+    once_more.close()
+
+
+def test_a_damaged_manifest_is_no_commit(store: Store, trainer: Trainer) -> None:
+    trainer.save(store, version().object("a"), b"x")
+    store.put_manifest(version(), b"manifest", crc32c(b"manifest"))
+    path = store.paths.manifest_of(version()) / "manifest"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    again = reopened(store)
+    assert again.manifest(version()) is None
+    assert sorted(again.objects(version())) == ["a"]
+    again.put_manifest(version(), b"manifest", crc32c(b"manifest"))
+    again.close()
+
+
+def test_directories_that_a_crash_left_empty_are_removed(store: Store) -> None:
+    store.paths.objects_of(version()).mkdir(parents=True)
+    reopened(store).close()
+    assert list(store.paths.objects.iterdir()) == []
+
+
+def test_only_the_newest_of_the_damaged_are_kept(store: Store, trainer: Trainer) -> None:
+    for step in range(20):
+        one = version(step).object("a")
+        trainer.save(store, one, b"x")
+        store.quarantine(one, "a test")
+    assert store.usage().quarantined_objects == 20
+    assert len(list(store.paths.quarantine.iterdir())) == 16
+    check_accounts(store)
+
+
+def test_an_object_that_was_sealed_and_not_indexed_is_found(store: Store, trainer: Trainer) -> None:
+    """The agent dies between the rename and everything after it."""
+    writer = trainer.writer(store, version().object("a"), 1 << 20)
+    writer.write(b"abc")
+    info = writer.close()
+    publish(store.paths, writer.mapped.name, info)
+    again = reopened(store)
+    assert again.get(info.object) == info
+    check_accounts(again)
+    again.close()
