@@ -36,8 +36,8 @@ def main() -> None:
         try:
             version = session.begin(CheckpointContainerId("job", 1))
             while not stop.is_set():
-                with session.create(version.object(f"object-{len(futures)}"), 100_000) as sink:
-                    sink.write(os.urandom(100_000))
+                with session.create(version.object(f"object-{len(futures)}"), 20_000) as sink:
+                    sink.write(os.urandom(20_000))
                 (future,) = session.replication.async_replicate(sink.info.object)
                 futures.append(future)
                 if len(futures) % 8 == 0:
