@@ -86,13 +86,15 @@ class Landing:
 
     @asynccontextmanager
     async def reserved(self, client_id: str, capacity: int) -> AsyncIterator[tuple[Reservation, MappedSegment]]:
-        """A segment reserved for a client, mapped here; given back when the body raises."""
+        """A segment reserved for a client, mapped here; given back when the body raises.
+
+        The body writes into it; when the client dies meanwhile, nobody else gets that memory.
+        """
         reservation = await self._reserve(client_id, capacity)
         try:
-            yield (
-                reservation,
-                self._mappings.get(reservation.segment, reservation.inode, reservation.capacity),
-            )
+            mapped = self._mappings.get(reservation.segment, reservation.inode, reservation.capacity)
+            with mapped.kept_at(self._store.paths.segment(reservation.segment)):
+                yield reservation, mapped
         except BaseException:
             self._store.release(client_id, reservation.segment)
             raise

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 from replicator.agent.landing import Landing
 from replicator.agent.sources import Opener, PeerSource
+from replicator.agent.threads import run_to_end
 from replicator.checksum import block_length
 from replicator.decide.types import ObjectSource
 from replicator.errors import CorruptObjectError, InvalidIdError, ObjectNotFoundError, TransferError
@@ -121,7 +122,7 @@ class Ranges:
         """Fill `target` with blocks, this node's own when they are good; the id of the node they are from."""
         if is_local:
             try:
-                await asyncio.to_thread(self._copy_local, info, target, blocks)
+                await run_to_end(lambda: self._copy_local(info, target, blocks))
                 return self._node_id
             except ObjectNotFoundError:
                 pass

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from replicator.checksum import block_count
 from replicator.config import split_address
@@ -280,8 +281,8 @@ def _deliver(fetch: _Fetch, count: int, first_block: int, crcs: Sequence[int]) -
         fetch.on_bytes(count)
 
 
-async def _settle(future: asyncio.Future[bool]) -> None:
-    """Wait until a thread has ended, come what may: it writes to memory that is not ours afterwards."""
+async def _settle(future: asyncio.Future[Any]) -> None:
+    """Wait until it has ended, come what may: it writes to memory that is not ours afterwards."""
     while not future.done():
         try:
             await asyncio.wait([future])
@@ -300,7 +301,8 @@ async def _all(tasks: Sequence[asyncio.Future[None]]) -> None:
     except asyncio.CancelledError:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            await _settle(task)
         raise
     errors = [error for task in tasks if (error := task.exception()) is not None]
     if errors:
