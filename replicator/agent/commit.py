@@ -5,7 +5,7 @@
     coordinator's agent   committed, and all owners reported -> protected: persist -> MarkProtected to all members
 
 Reports are not remembered over a restart. A coordinator that comes back sends its unprotected manifests again, and an
-owner that gets one, again or for the first time, reports, or offers what is not acknowledged.
+owner that gets one, again or for the first time, reports, or offers what is not acknowledged (own_copies.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from replicator.agent.background import Background
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
 from replicator.agent.manifests import Manifests, fetch_manifest
+from replicator.agent.own_copies import OwnCopies
 from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
@@ -32,9 +34,7 @@ from replicator.native import crc32c
 from replicator.store import Store
 from replicator.v1 import local_pb2, peer_pb2, types_pb2
 from replicator.wire import (
-    OBJECTS_PER_INVENTORY_MESSAGE,
     Sender,
-    held_to_pb,
     manifest_chunks,
     manifest_to_bytes,
     sender_to_pb,
@@ -93,15 +93,13 @@ class Committer:
         self._jobs = jobs
         self._peers = peers
         self._manifests = manifests
-        self._replicator = replicator
         self._retention = retention
         self._counters = counters
         self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
-        self._reported: OrderedDict[ContainerVersion, None] = OrderedDict()
-        self._tasks: dict[tuple[str, ContainerVersion], asyncio.Task[None]] = {}
-        self._closed = False
-        replicator.on_acknowledged = self._on_acknowledged
-        replicator.on_lost = self.check_own_copies
+        self._background = Background()
+        self._own_copies = OwnCopies(
+            config, address, store, jobs, peers, manifests, replicator, self._background, self.owner_reported
+        )
 
     # -- the coordinator
 
@@ -137,7 +135,7 @@ class Committer:
         if entry.committed:
             asyncio.get_running_loop().call_soon(self._tell, entry, self._event(entry))
         self._distribute(entry, members, deadline_s)
-        self.check_own_copies(version)
+        self._own_copies.check(version)
         return asked
 
     def owner_reported(self, version: ContainerVersion, owner: str, objects: Sequence[HeldObject]) -> None:
@@ -155,7 +153,7 @@ class Committer:
         epoch = self._jobs.epoch(version.container.job)
         if self._store.is_protected(version):
             # The owner would not have asked if it had been told.
-            self._spawn("spread", version, self._spread_protection(version, epoch))
+            self._background.spawn("spread", version, self._spread_protection(version, epoch))
             return
         entry = self._open.get(version)
         if entry is None:
@@ -202,7 +200,7 @@ class Committer:
 
     def _distribute(self, entry: _Open, members: Sequence[NodeAddress], deadline_s: float) -> None:
         if entry.distribution is None or entry.distribution.done():
-            entry.distribution = self._spawn(
+            entry.distribution = self._background.spawn(
                 "distribute", entry.manifest.version, self._send_to_all(entry, members, deadline_s)
             )
 
@@ -267,7 +265,7 @@ class Committer:
         self._counters.add("containers_protected")
         log.info("container protected", extra=fields(version))
         self._tell_protected(entry)
-        self._spawn("spread", version, self._spread_protection(version, entry.epoch))
+        self._background.spawn("spread", version, self._spread_protection(version, entry.epoch))
 
     def _tell_protected(self, entry: _Open) -> None:
         event = self._event(entry)
@@ -315,7 +313,7 @@ class Committer:
         """
         self._jobs.check(sender.job, sender.epoch)
         manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job)
-        self.check_own_copies(manifest.version, again=True)
+        self._own_copies.check(manifest.version, again=True)
 
     async def mark_protected(self, version: ContainerVersion, sender: Sender) -> None:
         """The coordinator says that the container is protected.
@@ -337,84 +335,12 @@ class Committer:
         if not self._store.is_protected(version):
             self._store.mark_protected(version)
             log.info("container protected", extra=fields(version, coordinator=sender.node.node_id))
-        self._spawn("superseded", version, self._superseded(version))
+        self._background.spawn("superseded", version, self._superseded(version))
 
     async def _fetch(self, version: ContainerVersion, node: NodeAddress) -> Manifest:
         sender = self._peers.sender_of(version.container.job)
         data, manifest_crc = await fetch_manifest(self._peers, sender, version, node, self._config.rpc_deadline_s)
         return await asyncio.to_thread(self._manifests.put, data, manifest_crc)
-
-    # -- the owner
-
-    def check_own_copies(self, version: ContainerVersion, *, again: bool = False) -> None:
-        """Report to the coordinator when all objects of this node are acknowledged; offer those that are not.
-
-        Args:
-            again: report also when that was done before: the coordinator may have forgotten.
-        """
-        manifest = self._manifests.get(version)
-        if manifest is None or self._store.is_protected(version) or self._closed:
-            return
-        mine = [entry for entry in manifest.entries if entry.owner_node_id == self._address.node_id]
-        if not mine:
-            return
-        missing = [
-            one for one in (version.object(entry.name) for entry in mine) if not self._replicator.acknowledged(one)
-        ]
-        if missing:
-            self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
-            return
-        if again or version not in self._reported:
-            self._spawn("report", version, self._report(manifest, mine_held(manifest, self._address.node_id)))
-
-    def _on_acknowledged(self, version: ContainerVersion) -> None:
-        manifest = self._manifests.get(version)
-        if manifest is None or self._store.is_protected(version):
-            return
-        mine = (entry for entry in manifest.entries if entry.owner_node_id == self._address.node_id)
-        if all(self._replicator.acknowledged(version.object(entry.name)) for entry in mine):
-            self.check_own_copies(version)
-
-    async def _report(self, manifest: Manifest, held: Sequence[HeldObject]) -> None:
-        version = manifest.version
-        job = version.container.job
-        coordinator = manifest.coordinator_node_id
-        told = False
-
-        async def once() -> None:
-            nonlocal told
-            # A buddy that was replaced meanwhile has nothing any more: then its copies are made again first.
-            await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job).node_ids))
-            if not all(self._replicator.acknowledged(version.object(one.name)) for one in held):
-                return
-            for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
-                part = held[start : start + OBJECTS_PER_INVENTORY_MESSAGE]
-                if coordinator == self._address.node_id:
-                    self.owner_reported(version, coordinator, part)
-                    continue
-                request = peer_pb2.ReportReplicatedRequest(
-                    sender=sender_to_pb(self._peers.sender_of(job)),
-                    container=version_to_pb(version),
-                    objects=[held_to_pb(one) for one in part],
-                )
-                await self._peers.unary(
-                    self._peers.resolve(job, coordinator),
-                    "PeerService/ReportReplicated",
-                    request,
-                    peer_pb2.ReportReplicatedReply,
-                    awaited=f"taking note that {len(part)} objects of {version} have all their copies",
-                )
-            told = True
-
-        try:
-            await repeat(once, self._config.deadline_s, final=(StaleEpochError, CommitError))
-        except ReplicatorError as error:
-            log.warning("the coordinator was not told of copies", extra=fields(version, reason=error))
-        if not told:
-            return
-        self._reported[version] = None
-        while len(self._reported) > MAX_OPEN:
-            self._reported.popitem(last=False)
 
     # -- start, end and memory
 
@@ -430,34 +356,27 @@ class Committer:
                 if manifest is None:
                     continue
                 taken += 1
-                if manifest.coordinator_node_id == self._address.node_id:
+                if manifest.coordinator_node_id == self._address.node_id and version not in self._open:
                     entry = self._remember(manifest, self._jobs.epoch(job))
                     self._distribute(entry, self._others(job), self._config.deadline_s)
-                self.check_own_copies(version)
+                self._own_copies.check(version)
 
     async def close(self) -> None:
         """Give up what is under way; it is taken up by `resume` or by the trainers."""
-        self._closed = True
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
 
     async def _superseded(self, version: ContainerVersion) -> None:
         """The container is protected: forget what is kept in memory of it and of older ones, then drop those."""
         job = version.container.job
-        self._replicator.forget(version)
         self._open.pop(version, None)
-        self._reported.pop(version, None)
+        self._own_copies.forget(version)
         for older in [one for one in self._open if one.container.job == job and recency(one) < recency(version)]:
             self._forget(older, f"{version} is newer and protected")
         await self._retention.run(job)
 
     def _forget(self, version: ContainerVersion, reason: str) -> None:
         entry = self._open.pop(version)
-        task = self._tasks.get(("distribute", version))
-        if task is not None:
-            task.cancel()
+        self._background.cancel("distribute", version)
         self._fail(entry, CommitError(f"{version} was never protected: {reason}"))
 
     def _fail(self, entry: _Open, error: ReplicatorError) -> None:
@@ -490,29 +409,3 @@ class Committer:
 
     def _others(self, job: str) -> list[NodeAddress]:
         return [node for node in self._jobs.members(job) if node.node_id != self._address.node_id]
-
-    def _spawn(self, what: str, version: ContainerVersion, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run in the background; one task of a kind per version."""
-        key = (what, version)
-        running = self._tasks.get(key)
-        if running is not None and not running.done():
-            work.close()
-            return running
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[key] = task
-
-        def ended(done: asyncio.Task[None]) -> None:
-            if self._tasks.get(key) is done:
-                del self._tasks[key]
-            if not done.cancelled() and done.exception() is not None:
-                log.error("background work on a container failed", exc_info=done.exception(), extra=fields(version))
-
-        task.add_done_callback(ended)
-        return task
-
-
-def mine_held(manifest: Manifest, node_id: str) -> list[HeldObject]:
-    """The objects of the manifest that the node owns."""
-    return [
-        HeldObject(entry.name, entry.size, entry.crc32c) for entry in manifest.entries if entry.owner_node_id == node_id
-    ]

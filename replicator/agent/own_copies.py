@@ -1,0 +1,146 @@
+"""The owner's side of protection: when its objects of a container have all their copies, the coordinator is told.
+
+Which comes first, the manifest or the last acknowledgement, does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from replicator.agent.background import Background
+from replicator.agent.jobs import Jobs
+from replicator.agent.logs import fields
+from replicator.agent.manifests import Manifests
+from replicator.agent.patience import repeat
+from replicator.agent.peers import PeerDirectory
+from replicator.agent.replicate import Replicator
+from replicator.config import AgentConfig
+from replicator.decide.types import HeldObject, Manifest
+from replicator.errors import CommitError, ReplicatorError, StaleEpochError
+from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
+from replicator.store import Store
+from replicator.v1 import peer_pb2
+from replicator.wire import OBJECTS_PER_INVENTORY_MESSAGE, held_to_pb, sender_to_pb, version_to_pb
+
+MAX_REPORTED = 64
+
+log = logging.getLogger(__name__)
+
+
+class OwnCopies:
+    """Used in the event loop only.
+
+    Args:
+        tell_here: takes the report where this node is itself the coordinator: version, owner, objects.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        address: NodeAddress,
+        store: Store,
+        jobs: Jobs,
+        peers: PeerDirectory,
+        manifests: Manifests,
+        replicator: Replicator,
+        background: Background,
+        tell_here: Callable[[ContainerVersion, str, Sequence[HeldObject]], None],
+    ) -> None:
+        self._deadline_s = config.deadline_s
+        self._node_id = address.node_id
+        self._store = store
+        self._jobs = jobs
+        self._peers = peers
+        self._manifests = manifests
+        self._replicator = replicator
+        self._background = background
+        self._tell_here = tell_here
+        self._reported: OrderedDict[ContainerVersion, None] = OrderedDict()
+        replicator.on_acknowledged = self._on_acknowledged
+        replicator.on_lost = self.check
+
+    def check(self, version: ContainerVersion, *, again: bool = False) -> None:
+        """Report to the coordinator when all objects of this node are acknowledged; offer those that are not.
+
+        Args:
+            again: report also when that was done before: the coordinator may have forgotten.
+        """
+        manifest = self._manifests.get(version)
+        if manifest is None or self._store.is_protected(version) or self._background.closed:
+            return
+        mine = self._of_this_node(manifest)
+        if not mine:
+            return
+        missing = [one for one in (version.object(held.name) for held in mine) if not self._is_acknowledged(one)]
+        if missing:
+            self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
+        elif again or version not in self._reported:
+            self._background.spawn("report", version, self._report(manifest, mine))
+
+    def forget(self, version: ContainerVersion) -> None:
+        """The container is protected."""
+        self._replicator.forget(version)
+        self._reported.pop(version, None)
+
+    def _is_acknowledged(self, one: ObjectVersion) -> bool:
+        return self._replicator.acknowledged(one)
+
+    def _of_this_node(self, manifest: Manifest) -> list[HeldObject]:
+        return [
+            HeldObject(entry.name, entry.size, entry.crc32c)
+            for entry in manifest.entries
+            if entry.owner_node_id == self._node_id
+        ]
+
+    def _on_acknowledged(self, version: ContainerVersion) -> None:
+        manifest = self._manifests.get(version)
+        if manifest is None or self._store.is_protected(version):
+            return
+        if all(self._is_acknowledged(version.object(held.name)) for held in self._of_this_node(manifest)):
+            self.check(version)
+
+    async def _report(self, manifest: Manifest, held: Sequence[HeldObject]) -> None:
+        version = manifest.version
+        told = False
+
+        async def once() -> None:
+            nonlocal told
+            # A buddy that was replaced meanwhile has nothing any more: then its copies are made again first.
+            job = version.container.job
+            await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job).node_ids))
+            if not all(self._is_acknowledged(version.object(one.name)) for one in held):
+                return
+            for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
+                await self._tell(manifest, held[start : start + OBJECTS_PER_INVENTORY_MESSAGE])
+            told = True
+
+        try:
+            await repeat(once, self._deadline_s, final=(StaleEpochError, CommitError))
+        except ReplicatorError as error:
+            log.warning("the coordinator was not told of copies", extra=fields(version, reason=error))
+        if told:
+            self._reported[version] = None
+            while len(self._reported) > MAX_REPORTED:
+                self._reported.popitem(last=False)
+
+    async def _tell(self, manifest: Manifest, part: Sequence[HeldObject]) -> None:
+        version = manifest.version
+        job = version.container.job
+        if manifest.coordinator_node_id == self._node_id:
+            self._tell_here(version, self._node_id, part)
+            return
+        request = peer_pb2.ReportReplicatedRequest(
+            sender=sender_to_pb(self._peers.sender_of(job)),
+            container=version_to_pb(version),
+            objects=[held_to_pb(one) for one in part],
+        )
+        await self._peers.unary(
+            self._peers.resolve(job, manifest.coordinator_node_id),
+            "PeerService/ReportReplicated",
+            request,
+            peer_pb2.ReportReplicatedReply,
+            awaited=f"taking note that {len(part)} objects of {version} have all their copies",
+        )
