@@ -68,7 +68,7 @@ class Shelves:
         return {owner for owner, _ in self._shelves}
 
     def sizes(self, first: str, least: int, most: int | None = None) -> list[tuple[str, int]]:
-        """The shelves (client, capacity) with capacities in a range: those of client `first` first, small ones first."""
+        """Shelves (client, capacity) with capacities in a range: those of client `first` first, small ones first."""
         found = [shelf for shelf in self._shelves if least <= shelf[1] and (most is None or shelf[1] <= most)]
         return sorted(found, key=lambda shelf: (shelf[0] != first, shelf[1]))
 

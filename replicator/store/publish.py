@@ -30,7 +30,7 @@ def publish(paths: StorePaths, segment: str, info: ObjectInfo) -> Path:
     """
     source = paths.segment(segment)
     target = paths.object(info.object)
-    found = _trailer_of(source)
+    found = trailer_of(source)
     if found is None:
         if _is_there(target, info):
             return target
@@ -62,13 +62,14 @@ def publish(paths: StorePaths, segment: str, info: ObjectInfo) -> Path:
 
 def _is_there(target: Path, info: ObjectInfo) -> bool:
     try:
-        found = _trailer_of(target)
+        found = trailer_of(target)
     except CorruptObjectError:
         return False
     return found is not None and found.same_content(info)
 
 
-def _trailer_of(path: Path) -> ObjectInfo | None:
+def trailer_of(path: str | Path) -> ObjectInfo | None:
+    """What the file says of itself; None where there is none. Raises CorruptObjectError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -79,7 +80,7 @@ def _trailer_of(path: Path) -> ObjectInfo | None:
         os.close(fd)
 
 
-def rename_new(source: Path, target: Path) -> None:
+def rename_new(source: str | Path, target: str | Path) -> None:
     """Rename in one step, and fail with FileExistsError when `target` exists (renameat2(2))."""
     if _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
         return

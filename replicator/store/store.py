@@ -11,14 +11,22 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from replicator.errors import CorruptObjectError, SegmentError, StoreError, StoreFullError, StoreRootError
+from replicator.errors import (
+    CorruptObjectError,
+    ReplicatorError,
+    SegmentError,
+    StoreError,
+    StoreFullError,
+    StoreRootError,
+)
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
+from replicator.store.ingest import Batch, Item
 from replicator.store.mounts import cgroup_limit, free_bytes, room_for, settle_budget
 from replicator.store.paths import StorePaths, check_client_id
 from replicator.store.pool import Doomed, Reservation, SegmentPool
@@ -168,9 +176,12 @@ class Store:
             return found
         if lacking <= 0:
             return self._create(client_id, capacity)
+        raise self._full(capacity)
+
+    def _full(self, wanted: int) -> StoreFullError:
         usage = self.usage()
-        raise StoreFullError(
-            f"no room for {capacity} bytes: of the budget of {usage.budget_bytes} bytes, {usage.sealed_bytes} hold "
+        return StoreFullError(
+            f"no room for {wanted} bytes: of the budget of {usage.budget_bytes} bytes, {usage.sealed_bytes} hold "
             f"sealed objects and {usage.reserved_bytes} are being written, and nothing more may be dropped; raise "
             f"budget_bytes (the file system has {free_bytes(self.paths.root)} bytes left) or keep fewer checkpoints"
         )
@@ -223,6 +234,72 @@ class Store:
                     return found
                 self._pool.trim(capacity - gained)
         return None
+
+    def ingest(
+        self, items: Sequence[Item], before_seal: Callable[[], None] = lambda: None
+    ) -> list[ReplicatorError | None]:
+        """Write and seal small objects whose bytes are here and verified. May be called in any thread.
+
+        Each object stands for itself: one that fails leaves the others alone, and nothing of its own behind.
+
+        Args:
+            items: written by living clients (`info.client_id`), all by the same one.
+            before_seal: called, with the store locked, before some of them get their names; what it raises
+                (ReplicatorError) keeps those from it.
+
+        Returns:
+            For each object None, when it is sealed here, or why not: StoreFullError, ObjectExistsError, StoreError.
+        """
+        batch = Batch(self.paths, items)
+        try:
+            if items:
+                self._fund(check_client_id(items[0].info.client_id), batch)
+            batch.write(self._relieve)
+            for part in batch.parts():
+                with self._lock:
+                    try:
+                        before_seal()
+                    except ReplicatorError as error:
+                        batch.fail(part, error)
+                        continue
+                    for index in part:
+                        sealed = batch.publish(index)
+                        if sealed is not None:
+                            self._index.add(*sealed)
+        finally:
+            unused = batch.end()
+            with self._lock:
+                self._in_flight -= batch.claimed
+                for segment in unused:
+                    self._pool.put_back(segment)
+        return batch.errors
+
+    def _fund(self, client_id: str, batch: Batch) -> None:
+        """Free segments and budget for the objects of a batch; some of them are refused when there is not enough."""
+        rounds = _PRESSURE_ROUNDS
+        while True:
+            with self._changing():
+                before = batch.claimed
+                needed = batch.borrow(lambda capacity: self._pool.lend(client_id, capacity))
+                self._in_flight += batch.claimed - before
+                lacking = self._used() + self._in_flight + needed - self._budget
+                lacking -= self._pool.trim(lacking)
+                lacking -= self._quarantine.trim(lacking)
+                if lacking <= 0 or rounds == 0:
+                    self._in_flight += batch.fund(needed - max(lacking, 0))
+                    break
+            rounds = rounds - 1 if self.on_pressure(lacking) > 0 else 0
+        if batch.is_short:
+            batch.refuse(self._full(needed))
+
+    def _relieve(self, wanted: int) -> None:
+        """Give up what the file system may get back."""
+        with self._changing():
+            gained = self._pool.trim(wanted)
+            gained += self._quarantine.trim(wanted - gained)
+        if gained < wanted and self.on_pressure(wanted - gained) > 0:
+            with self._changing():
+                self._pool.trim(wanted - gained)
 
     def release(self, client_id: str, segment: str) -> None:
         """End a reservation without an object. Idempotent.
