@@ -144,7 +144,7 @@ class Puller:
         """Bring whole objects into this node's store. At least one event per object; failures are events too.
 
         What is here already is verified, and pulled again when it is not what the source says. Something comes at
-        least every quarter of `deadline_s`, also while a source is silent.
+        least every quarter of `deadline_s`, also while a source is silent. Without sources the container is only kept.
 
         Args:
             deadline_s: without progress for this long, a source is given up.

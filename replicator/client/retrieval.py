@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from replicator.errors import AgentUnavailableError, ReplicatorError, from_wire
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.v1 import local_pb2, types_pb2
 from replicator.wire import source_to_pb, version_to_pb
+
+logger = logging.getLogger("replicator.client")
 
 MAX_OBJECTS_PER_CALL = 4096
 # A source that is slower than this is given up by its progress deadline at the latest when all of it is due.
@@ -54,6 +57,23 @@ def lookup(agent: LocalAgent, job: str, epoch: int, deadline_s: float, step: int
         request.step = step
     wait_s = deadline_s + agent.call_deadline_s
     return agent.call_patiently("Lookup", request, types_pb2.Plan, wait_s, f"the recovery plan of job {job}")
+
+
+def keep(agent: LocalAgent, version: ContainerVersion, epoch: int) -> None:
+    """Have this node keep what it holds of a container that is about to be loaded, also under pressure.
+
+    Only the agent that was asked for the plan knows what is recoverable. To another one this container may look
+    superseded by a newer one of which it has everything, while objects of that are gone elsewhere.
+    """
+    request = local_pb2.RetrieveRequest(client_id=agent.client_id, epoch=epoch, container=version_to_pb(version))
+    try:
+        for _ in agent.connection().stream(
+            "Retrieve", request, local_pb2.RetrieveEvent, agent.call_deadline_s, f"that {version} is kept"
+        ):
+            pass
+    except ReplicatorError as error:
+        # One rank's trouble must not make its plan another one than that of the others.
+        logger.warning("the agent of this node was not told to keep %s: %s", version, error)
 
 
 def retrieve(

@@ -16,7 +16,7 @@ from replicator.client.job import find_job
 from replicator.client.local_agent import LocalAgent
 from replicator.client.plan import Plan, plan_from_pb
 from replicator.client.replication import ReplicationManager
-from replicator.client.retrieval import lookup
+from replicator.client.retrieval import keep, lookup
 from replicator.client.roll_call import Presence, here, members
 from replicator.client.segments import SegmentObject, Segments
 from replicator.config import load_config
@@ -113,7 +113,10 @@ class Session:
             return lookup(self.agent, self.job, self.epoch, self.deadline_s / 3, step).SerializeToString()
 
         answer = self.ranks.agree("the recovery plan", bytes, ask, AGREEMENT_DEADLINES * self.deadline_s)
-        return plan_from_pb(types_pb2.Plan.FromString(answer))
+        plan = plan_from_pb(types_pb2.Plan.FromString(answer))
+        if plan.version is not None:
+            keep(self.agent, plan.version, self.epoch)
+        return plan
 
     def begin(self, container: CheckpointContainerId) -> ContainerVersion:
         """The coordinator's first step of a save: a generation of its own, which the other ranks `follow`.
