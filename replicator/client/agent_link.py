@@ -215,6 +215,9 @@ class AgentLink:
     def _repeat(self, connection: Connection) -> None:
         """It is the agent now: what was asked or done until here saw none. Called in the thread."""
 
+    def _still_away(self, since: float) -> None:
+        """There has been no agent since then (monotonic). Called in the thread, again and again."""
+
     def _ended(self) -> None:
         """This link is closed."""
 
@@ -275,6 +278,7 @@ class AgentLink:
                     reason = str(error)
                     logger.warning("no agent yet: %s", reason)
                 backoff = min(backoff * 2, _MAX_BACKOFF_S)
+                self._still_away(lost_at)
                 continue
             logger.warning("%s is there after %.1f s", connection.whom, time.monotonic() - lost_at)
             return connection

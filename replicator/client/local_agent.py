@@ -84,7 +84,7 @@ class LocalAgent(AgentLink):
     def replicate(self, objects: Sequence[ObjectVersion], epoch: int) -> dict[ObjectVersion, list[Future[ReplicaInfo]]]:
         """Start copying sealed objects of one job to the buddies; one future per object and buddy.
 
-        Without an agent the futures wait for the next one.
+        Without an agent the futures wait for the next one, for at most `deadline_s`.
 
         Raises:
             ReplicatorError: the agent refused, for instance StaleEpochError.
@@ -103,7 +103,8 @@ class LocalAgent(AgentLink):
     def commit(self, manifest: Manifest) -> CommitFutures:
         """Store the manifest with the agent, which distributes it.
 
-        Without an agent the commit waits for the next one; it is lost when this process ends before.
+        Without an agent the commit waits for the next one, however long; it is lost when this process ends before. Its
+        futures wait for at most `deadline_s`.
 
         Raises:
             ReplicatorError: the agent refused, for instance StaleEpochError or StoreFullError.
@@ -198,6 +199,16 @@ class LocalAgent(AgentLink):
 
     def _on_event(self, event: local_pb2.AttachEvent) -> None:
         self._outstanding.on_event(event)
+
+    def _still_away(self, since: float) -> None:
+        self._outstanding.fail_late(
+            since,
+            self.deadline_s,
+            lambda awaited: AgentUnavailableError(
+                f"waited {self.deadline_s:.1f} s for an agent in {self.root}, which was to tell of {awaited}, in vain; "
+                "nothing is lost on this node, and the next agent is asked again for commits"
+            ),
+        )
 
     def _ended(self) -> None:
         self._outstanding.fail_all(

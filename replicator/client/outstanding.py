@@ -6,6 +6,7 @@ The agent answers through events. When it is restarted it forgot what it was ask
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Replication:
     epoch: int
     futures: dict[str, Future[ReplicaInfo]] = field(default_factory=dict)
     buddies: tuple[str, ...] | None = None  # None: the agent has not named them yet
+    asked_at: float = field(default_factory=time.monotonic)
 
     def future(self, buddy: str) -> Future[ReplicaInfo]:
         if buddy not in self.futures:
@@ -68,6 +70,7 @@ class CommitFutures:
 
     committed: Future[CommitInfo]
     protected: Future[CommitInfo]
+    asked_at: float = field(default_factory=time.monotonic)
 
 
 def _new_future() -> Future[CommitInfo]:
@@ -211,6 +214,30 @@ class Outstanding:
         """Commits to ask for again, oldest first."""
         with self._lock:
             return {version: request for version, (request, _) in self._commits.items()}
+
+    def fail_late(self, since: float, limit_s: float, make_error: Callable[[str], ReplicatorError]) -> None:
+        """Resolve with an error what has waited for `limit_s` while there was no agent, that is since `since`.
+
+        Commits stay to be asked for again: the next agent may still make them visible.
+        """
+        now = time.monotonic()
+        with self._lock:
+            late = {
+                one: entry for one, entry in self._replications.items() if now - max(entry.asked_at, since) >= limit_s
+            }
+            for one in late:
+                del self._replications[one]
+            commits = {
+                version: futures
+                for version, (_, futures) in self._commits.items()
+                if now - max(futures.asked_at, since) >= limit_s
+            }
+        for one, entry in late.items():
+            _settle(list(entry.futures.values()), make_error(f"copies of {one}"))
+        for version, futures in commits.items():
+            waiting = [future for future in (futures.committed, futures.protected) if not future.done()]
+            if waiting:
+                _settle(waiting, make_error(f"the commit of {version}"))
 
     def fail_all(self, make_error: Callable[[str], ReplicatorError]) -> None:
         """Resolve everything with an error; `make_error` gets what was waited for."""

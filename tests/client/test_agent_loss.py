@@ -151,3 +151,40 @@ def test_a_silent_agent_does_not_stop_a_save(shm_root: Path) -> None:
         finally:
             os.kill(record.pid, signal.SIGCONT)
             job.kill()
+
+
+def ask_without_an_agent(signs: str) -> tuple[list[str], int | None]:
+    """What every future raised; and the step that the next agent finds committed all the same."""
+    session = replicator.init(auto_start=False)
+    version = session.begin(CheckpointContainerId("job", 1))
+    early = write(session, version, "early", b"abc")
+    Path(signs + "-kill").touch()
+    wait_until(lambda: not session.agent.connected, 20)
+    late = write(session, version, "late", b"abcd")
+    futures = session.replication.async_replicate(version.object("early"))
+    commit = session.agent.commit(manifest_of(session, version, early, late))
+    raised = []
+    for future in [*futures, commit.committed, commit.protected]:
+        error = future.exception(20)
+        assert str(session.agent.root) in str(error)
+        raised.append(type(error).__name__)
+    Path(signs + "-restart").touch()
+    wait_until(lambda: session.agent.connected and session.lookup().found, 30)
+    step = session.lookup().step
+    session.close()
+    return raised, step
+
+
+def test_futures_do_not_wait_for_ever_for_an_agent(shm_root: Path) -> None:
+    """F15: nobody starts an agent again. What was asked for fails by the deadline; the commit is not forgotten."""
+    with nodes(shm_root, 1, deadline_s=2.0) as (node,):
+        signs = str(shm_root / "signs")
+        job = Job([node], ask_without_an_agent, signs)
+        try:
+            wait_until(Path(signs + "-kill").exists, 30)
+            node.kill()
+            wait_until(Path(signs + "-restart").exists, 60)
+            node.start()
+            assert job.results() == [(["AgentUnavailableError"] * 2, 1)]
+        finally:
+            job.kill()
