@@ -101,7 +101,7 @@ class Lookup:
         if decision.version is not None:
             plan.container.CopyFrom(version_to_pb(decision.version))
             plan.world_size = manifests[decision.version].world_size
-            if step is None:
+            if epoch and step is None:
                 self._retention.note_recoverable(decision.version)
             if epoch:
                 await self._keep_manifest(decision.version, data)

@@ -45,7 +45,7 @@ class Retention:
         self._manifests = manifests
         self._counters = counters
         self._dropped: OrderedDict[ContainerVersion, str] = OrderedDict()
-        self._recoverable: dict[str, ContainerVersion] = {}
+        self._recoverable: dict[str, tuple[ContainerVersion, ContainerVersion | None]] = {}
         self._retrieved: dict[str, ContainerVersion] = {}
 
     async def run(self, job: str) -> int:
@@ -88,8 +88,10 @@ class Retention:
         )
 
     def note_recoverable(self, version: ContainerVersion) -> None:
-        """A lookup found this container to be recoverable: it is kept until a newer lookup finds another."""
-        self._recoverable[version.container.job] = version
+        """A job found this container to be recoverable: keep it until it finds another, or protects a newer one."""
+        job = version.container.job
+        protected = [held for held in self._store.versions(job) if self._is_protected(held)]
+        self._recoverable[job] = (version, max(protected, key=recency, default=None))
 
     def note_retrieved(self, version: ContainerVersion) -> None:
         """A trainer brings this container here to load it: keep it until a later epoch's container is protected."""
@@ -100,6 +102,9 @@ class Retention:
         protected = [version for version in versions if self._is_protected(version)]
         newest_epoch = max((version.epoch for version in protected), default=0)
         retrieved = self._retrieved.get(job)
+        recoverable, newest_then = self._recoverable.get(job, (None, None))
+        if max(protected, key=recency, default=None) != newest_then:
+            recoverable = None  # What was protected since then was acknowledged by all its holders later than that.
         views = []
         for version in versions:
             manifest = self._manifests.get(version)
@@ -110,7 +115,7 @@ class Retention:
                     committed=manifest is not None,
                     is_protected=is_protected,
                     complete_locally=manifest is not None and is_protected and self._is_complete(manifest),
-                    recoverable=self._recoverable.get(job) == version,
+                    recoverable=version == recoverable,
                     pinned=version == retrieved and version.epoch >= newest_epoch,
                 )
             )

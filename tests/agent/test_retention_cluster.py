@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import grpc
 import pytest
 from agent_harness import wait_until
-from cluster import MIB, Cluster, Rank, cluster
+from cluster import MIB, Cluster, Rank, call, cluster
 
 from replicator.decide.types import Manifest, ObjectSource
 from replicator.errors import StoreFullError
 from replicator.ids import ContainerVersion
-from replicator.v1 import peer_pb2
+from replicator.v1 import admin_pb2, peer_pb2, types_pb2
 from replicator.wire import Sender, info_to_pb, node_address_to_pb, sender_to_pb
 
 
@@ -169,3 +170,37 @@ def test_a_step_with_a_hole_here_supersedes_nothing_here(three: Cluster) -> None
         wait_until(lambda version=manifest.version: version in three.nodes[0].protected(), "n0 knows")
     wait_until(lambda: whole not in _of_job(three, 1), "n1, which has all that it is to have, dropped step 1")
     assert whole in _of_job(three, 0)
+
+
+def test_what_a_restart_went_back_to_goes_when_newer_ones_are_protected(three: Cluster) -> None:
+    """The node that was asked for the plan keeps no more than the others do."""
+    found = [_protect(three, step) for step in (1, 2)][-1]
+    three.join(2)
+    assert three.ranks[0].lookup().container.step == found.container.step
+    later = [_protect(three, step) for step in (3, 4)]
+    for index in range(3):
+        wait_until(lambda index=index: _of_job(three, index) == set(later), f"n{index} keeps two")
+
+
+def test_an_observer_pins_nothing(three: Cluster) -> None:
+    """What `replicator-admin recover --dry-run` asks an agent does not change what the agent keeps."""
+    for step in (1, 2):
+        _protect(three, step)
+    with grpc.insecure_channel(three.nodes[0].address.grpc_address) as channel:
+        request = admin_pb2.RecoverRequest(job=three.ranks[0].job)
+        assert call(channel, "AdminService/Recover", request, types_pb2.Plan).container.step == 2
+    later = [_protect(three, step) for step in (3, 4)]
+    wait_until(lambda: _of_job(three, 0) == set(later), "n0 keeps two")
+
+
+def test_what_a_lookup_found_outlives_pressure_while_the_newer_one_has_lost_its_holders(own_three: Cluster) -> None:
+    """F49: n0 has everything of step 2 that it is to have, but n1's object is gone from n1 and its buddy."""
+    found, hurt = [_protect(own_three, step) for step in (1, 2)]
+    for node in own_three.nodes[1:]:
+        node.kill()
+        node.paths.object(hurt.object("shard-1")).unlink()
+        node.start()
+    wait_until(lambda: own_three.ranks[0].lookup().container.step == 1, "step 1 is what can be recovered")
+    with pytest.raises(StoreFullError):
+        own_three.ranks[0].reserve(1 << 45)
+    assert _of_job(own_three, 0) == {found, hurt}
