@@ -76,6 +76,8 @@ class AgentConfig:
     congestion: str = field(
         default="", metadata={"help": "TCP congestion control of bulk sockets; empty: the system's"}
     )
+    nice: int = field(default=0, metadata={"help": "niceness of the agent, -20..19; 0: as it was started"})
+    cpu_affinity: str = field(default="", metadata={"help": "CPUs of the agent, like 0-3,8; empty: all it may use"})
     socket_mode: str = field(default="0600", metadata={"help": "permission bits of the unix socket, octal"})
     idle_exit_s: float = field(
         default=0.0, metadata={"help": "end when no trainer was attached for this long; 0: never"}
@@ -151,6 +153,10 @@ class AgentConfig:
             )
         for peer in self.peers:
             split_address(peer)
+        if not -20 <= self.nice <= 19:
+            raise ConfigError(f"nice: expected -20..19, found {self.nice}")
+        if self.cpu_affinity:
+            parse_cpus(self.cpu_affinity)
         if not re.fullmatch("0?[0-7]{1,3}", self.socket_mode):
             raise ConfigError(f"socket_mode: expected octal digits like 0600, found {self.socket_mode!r}")
 
@@ -196,6 +202,18 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"expected a size like 512Mi or 2G, found {text[:80]!r}")
     number, unit = match["number"], _SIZE_UNITS[match["unit"] or ""]
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """CPU numbers of a list like `0-3,8`; ConfigError for anything else."""
+    cpus: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ConfigError(f"cpu_affinity: expected CPU numbers and ranges like 0-3,8, found {text[:80]!r}")
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
 
 
 def load_config(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicator.config import AgentConfig, load_config, parse_size, split_address
+from replicator.config import AgentConfig, load_config, parse_cpus, parse_size, split_address
 from replicator.errors import ConfigError
 
 FIELDS = [item.name for item in dataclasses.fields(AgentConfig)]
@@ -31,6 +31,8 @@ SAMPLES: dict[str, Any] = {
     "connections_per_peer": 4,
     "deadline_s": 12.5,
     "congestion": "bbr",
+    "nice": 5,
+    "cpu_affinity": "0-3,8",
     "socket_mode": "0660",
     "idle_exit_s": 60.0,
     "log_level": "debug",
@@ -268,3 +270,14 @@ def test_defaults_are_valid_and_safe() -> None:
     assert not config.insecure
     assert config.root.startswith("/dev/shm/replicator-")
     assert math.isfinite(config.deadline_s)
+
+
+def test_lists_of_cpus() -> None:
+    assert parse_cpus("0") == {0}
+    assert parse_cpus("0-3, 8") == {0, 1, 2, 3, 8}
+    for wrong in ("-1", "3-0", "0,,1", "a", "0-", "1 2-x", "123456"):
+        with pytest.raises(ConfigError, match="cpu_affinity"):
+            AgentConfig(cpu_affinity=wrong)
+    for wrong_nice in (-21, 20):
+        with pytest.raises(ConfigError, match="nice"):
+            AgentConfig(nice=wrong_nice)

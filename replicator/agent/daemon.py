@@ -21,7 +21,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replicator.agent import logs
+from replicator.agent import logs, scheduling
 from replicator.config import AgentConfig
 from replicator.errors import ReplicatorError, StoreRootError
 from replicator.ids import NodeAddress, NodeIdentity
@@ -51,6 +51,7 @@ def run(config: AgentConfig) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logs.configure(config.log_level, config.log_format, config.node_id)
     _raise_descriptor_limit()
+    scheduling.apply(config)
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
