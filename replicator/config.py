@@ -26,6 +26,7 @@ from replicator.ids import validate_node_id
 ENV_PREFIX = "REPLICATOR_"
 # Read by the trainer's library (replicator.client), not by the agent.
 CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET"})
+MIN_SERVE_LIMIT = 1 << 20
 _SIZE_UNITS = {
     "": 1,
     "K": 10**3,
@@ -75,6 +76,10 @@ class AgentConfig:
     )
     congestion: str = field(
         default="", metadata={"help": "TCP congestion control of bulk sockets; empty: the system's"}
+    )
+    serve_limit_bytes_per_s: int = field(
+        default=0,
+        metadata={"help": "bytes per second of objects served to all peers together; 0: no limit", "size": True},
     )
     nice: int = field(default=0, metadata={"help": "niceness of the agent, -20..19; 0: as it was started"})
     cpu_affinity: str = field(default="", metadata={"help": "CPUs of the agent, like 0-3,8; empty: all it may use"})
@@ -153,6 +158,11 @@ class AgentConfig:
             )
         for peer in self.peers:
             split_address(peer)
+        if self.serve_limit_bytes_per_s and self.serve_limit_bytes_per_s < MIN_SERVE_LIMIT:
+            raise ConfigError(
+                f"serve_limit_bytes_per_s: expected 0 or at least {MIN_SERVE_LIMIT}, found "
+                f"{self.serve_limit_bytes_per_s}; slower transfers would look like stalled ones"
+            )
         if not -20 <= self.nice <= 19:
             raise ConfigError(f"nice: expected -20..19, found {self.nice}")
         if self.cpu_affinity:

@@ -31,6 +31,7 @@ SAMPLES: dict[str, Any] = {
     "connections_per_peer": 4,
     "deadline_s": 12.5,
     "congestion": "bbr",
+    "serve_limit_bytes_per_s": 1 << 28,
     "nice": 5,
     "cpu_affinity": "0-3,8",
     "socket_mode": "0660",
@@ -281,3 +282,10 @@ def test_lists_of_cpus() -> None:
     for wrong_nice in (-21, 20):
         with pytest.raises(ConfigError, match="nice"):
             AgentConfig(nice=wrong_nice)
+
+
+def test_a_limit_that_would_look_like_a_stall_is_refused() -> None:
+    assert load_config(flags={"serve_limit_bytes_per_s": "1Gi"}, environ={}).serve_limit_bytes_per_s == 1 << 30
+    for wrong in (-1, 1, (1 << 20) - 1):
+        with pytest.raises(ConfigError, match="serve_limit_bytes_per_s"):
+            AgentConfig(serve_limit_bytes_per_s=wrong)

@@ -37,6 +37,7 @@ from replicator.transfer.bulk_lane import BulkLane
 from replicator.transfer.bulk_server import BulkServer
 from replicator.transfer.grpc_lane import GrpcLane, data_service
 from replicator.transfer.lane import Lane
+from replicator.transfer.serve_limit import ServeLimit
 from replicator.transfer.tickets import TicketOffice
 from replicator.v1 import data_pb2
 from replicator.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
@@ -63,6 +64,7 @@ class AgentCore:
     jobs: Jobs
     counters: Counters
     tickets: TicketOffice
+    serve_limit: ServeLimit
     bulk: BulkServer | None
     peers: PeerDirectory
     manifests: Manifests
@@ -135,6 +137,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
     """
     client_id = f"agent-{address.identity.incarnation:016x}"
     tickets = TicketOffice()
+    serve_limit = ServeLimit(config.serve_limit_bytes_per_s)
     peers = PeerDirectory(config, address, jobs, counters)
     manifests = Manifests(store, counters)
     retention = Retention(config, address, store, jobs, manifests, counters)
@@ -153,7 +156,9 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         def open_ticket(ticket: str) -> ObjectReader:
             return open_object(store.paths, tickets.resolve(ticket))
 
-        bulk = BulkServer(config.bind, config.bulk_port, open_ticket, congestion=config.congestion)
+        bulk = BulkServer(
+            config.bind, config.bulk_port, open_ticket, congestion=config.congestion, serve_limit=serve_limit
+        )
         bulk.start()
     landing = Landing(config, client_id, store, opener, lanes, counters)
     puller = Puller(config, address, store, opener, landing, retention, counters)
@@ -170,6 +175,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         jobs=jobs,
         counters=counters,
         tickets=tickets,
+        serve_limit=serve_limit,
         bulk=bulk,
         peers=peers,
         manifests=manifests,
@@ -194,4 +200,5 @@ def add_peer_services(server: grpc.aio.Server, core: AgentCore) -> None:
             raise ObjectNotFoundError(f"{one} is not held by node {core.identity.node_id} (any more)")
         return open_object(core.store.paths, one)
 
-    server.add_generic_rpc_handlers((data_service(open_for_read, send_timeout_s=core.config.deadline_s),))
+    deadline_s, limit = core.config.deadline_s, core.serve_limit
+    server.add_generic_rpc_handlers((data_service(open_for_read, send_timeout_s=deadline_s, serve_limit=limit),))

@@ -29,6 +29,7 @@ from replicator.errors import ConfigError
 from replicator.transfer import bulk_http, bulk_response
 from replicator.transfer.bulk_http import RefusedError
 from replicator.transfer.bulk_response import OpenObject
+from replicator.transfer.serve_limit import PacedSocket, ServeLimit
 from replicator.transfer.sockets import check_congestion, tune
 
 _BACKLOG = 256
@@ -78,6 +79,7 @@ class BulkServer:
         host, port: to listen on; port 0 takes a free one.
         open_object: called with the ticket of a request, in several threads at a time.
         congestion: TCP congestion control of its connections; empty: the system's.
+        serve_limit: shared with whatever else sends; None: no limit.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class BulkServer:
         *,
         limits: BulkLimits | None = None,
         congestion: str = "",
+        serve_limit: ServeLimit | None = None,
     ) -> None:
         check_congestion(congestion)
         self._host = host
@@ -95,6 +98,7 @@ class BulkServer:
         self._open_object = open_object
         self._limits = limits or BulkLimits()
         self._congestion = congestion
+        self._serve_limit = serve_limit or ServeLimit()
         self._selector = selectors.DefaultSelector()
         self._waiting: set[_Connection] = set()
         self._queue: deque[_Connection] = deque()
@@ -314,7 +318,8 @@ class BulkServer:
         keep = False
         try:
             assert connection.request is not None
-            keep = bulk_response.answer(connection.sock, connection.http, connection.request, self._open_object)
+            with self._serve_limit.sending(PacedSocket(connection.sock)):
+                keep = bulk_response.answer(connection.sock, connection.http, connection.request, self._open_object)
         except Exception:
             log.exception("bulk lane: a request failed")
         finally:

@@ -26,6 +26,7 @@ from replicator.errors import (
 from replicator.ids import NodeAddress, ObjectVersion
 from replicator.native import copy_crc32c
 from replicator.transfer.lane import OnBlocks, OnBytes, ServedObject, Source
+from replicator.transfer.serve_limit import ServeLimit, TokenBucket
 from replicator.v1 import data_pb2, types_pb2
 from replicator.wire import abort, error_from_rpc, object_to_pb
 
@@ -159,7 +160,11 @@ OpenForRead = Callable[[data_pb2.ReadRequest], ServedObject]
 
 
 def data_service(
-    open_object: OpenForRead, *, max_reads: int = MAX_READS, send_timeout_s: float = 30.0
+    open_object: OpenForRead,
+    *,
+    max_reads: int = MAX_READS,
+    send_timeout_s: float = 30.0,
+    serve_limit: ServeLimit | None = None,
 ) -> grpc.GenericRpcHandler:
     """The server's side, for `grpc.aio.Server.add_generic_rpc_handlers`.
 
@@ -167,8 +172,10 @@ def data_service(
         open_object: called in the event loop for each request.
         max_reads: streams sent at a time; more wait, for at most `send_timeout_s`.
         send_timeout_s: a stream of which the client takes nothing for this long is given up.
+        serve_limit: shared with whatever else sends; None: no limit.
     """
     slots = asyncio.Semaphore(max_reads)
+    limit = serve_limit or ServeLimit()
 
     async def read(
         request: data_pb2.ReadRequest, context: grpc.aio.ServicerContext[data_pb2.ReadRequest, bytes]
@@ -183,8 +190,10 @@ def data_service(
                 ) from None
             try:
                 # The object stays open, and so its shared lock held, until its last byte was handed to gRPC.
-                with open_object(request) as served:
+                bucket = TokenBucket()
+                with open_object(request) as served, limit.sending(bucket):
                     for chunk in _chunks(served, request.offset_bytes, request.length_bytes):
+                        await bucket.take(len(chunk))
                         async with asyncio.timeout(send_timeout_s):
                             await context.write(chunk)
             finally:

@@ -25,6 +25,7 @@ from replicator.errors import (
     TransferStalledError,
 )
 from replicator.transfer.grpc_lane import SERVICE
+from replicator.transfer.serve_limit import ServeLimit, TokenBucket
 from replicator.v1 import data_pb2
 from replicator.wire import abort, error_from_rpc
 
@@ -162,7 +163,11 @@ Raises InvalidIdError, StaleEpochError."""
 
 
 def packed_service(
-    open_packed: OpenPacked, *, max_reads: int = MAX_READS, send_timeout_s: float = 30.0
+    open_packed: OpenPacked,
+    *,
+    max_reads: int = MAX_READS,
+    send_timeout_s: float = 30.0,
+    serve_limit: ServeLimit | None = None,
 ) -> grpc.GenericRpcHandler:
     """The server's side, for `grpc.aio.Server.add_generic_rpc_handlers`.
 
@@ -170,8 +175,10 @@ def packed_service(
         open_packed: called in the event loop for each request.
         max_reads: calls served at a time; more wait, for at most `send_timeout_s`.
         send_timeout_s: a call of which the client takes nothing for this long is given up.
+        serve_limit: shared with whatever else sends; None: no limit.
     """
     slots = asyncio.Semaphore(max_reads)
+    limit = serve_limit or ServeLimit()
 
     async def answer(
         request: data_pb2.ReadPackedRequest, context: grpc.aio.ServicerContext[data_pb2.ReadPackedRequest, bytes]
@@ -182,8 +189,11 @@ def packed_service(
             async with contextlib.AsyncExitStack() as held:
                 async with asyncio.timeout(send_timeout_s):
                     await held.enter_async_context(slots)
+                bucket = TokenBucket()
+                held.enter_context(limit.sending(bucket))
                 for read in open_packed(request):
                     message = await asyncio.to_thread(read)
+                    await bucket.take(len(message))
                     async with asyncio.timeout(send_timeout_s):
                         await context.write(message)
         except TimeoutError as error:
