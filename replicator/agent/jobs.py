@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import random
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,9 @@ MAX_MEMBERS = 4096
 MAX_REMEMBERED = 4096
 # Attempts are persisted this many at a time; those not used when the agent dies are skipped.
 _ATTEMPT_BATCH = 16
+# Of opening: how often, and how far apart, when several incarnations do it at the same time.
+_OPEN_ROUNDS = 8
+_OPEN_JITTER_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +107,10 @@ class Jobs:
         state = self._states.get(job)
         return () if state is None else state.members
 
+    def is_member(self, job: str) -> bool:
+        """Whether this node takes part in the newest epoch that was joined here."""
+        return any(node.node_id == self._address.node_id for node in self.members(job))
+
     def everyone(self, job: str) -> tuple[NodeAddress, ...]:
         """Members, then nodes remembered from earlier epochs or told by peers. Node ids are unique."""
         state = self._states.get(job)
@@ -111,10 +119,9 @@ class Jobs:
     def buddies(self, job: str) -> Buddies:
         """Where this node's objects of the job are copied to; none, with a note, while it is no member of the job."""
         me = self._address.node_id
-        members = [member.node_id for member in self.members(job)]
-        if me not in members:
+        if not self.is_member(job):
             return Buddies((), f"Node {me} is not a member of job {job}, so nothing of it is copied to other nodes.")
-        return buddies(me, members, self.replicas(job))
+        return buddies(me, [member.node_id for member in self.members(job)], self.replicas(job))
 
     def buddy_addresses(self, job: str) -> tuple[NodeAddress, ...]:
         """The addresses of `buddies(job)`, in the same order."""
@@ -152,6 +159,7 @@ class Jobs:
 
         Raises:
             InvalidIdError, StoreError: the job's name cannot be one, or the epoch could not be persisted.
+            StaleEpochError: others open it all the time.
         """
         validate_job(job)
         async with self._opening.setdefault(job, asyncio.Lock()):
@@ -162,21 +170,36 @@ class Jobs:
             asked.update(dict.fromkeys(peers, (None, deadline_s)))
             asked.update({node.grpc_address: (node, deadline_s) for node in current})
             asked.pop(self._address.grpc_address, None)
-            answers = await asyncio.gather(
-                *(self._ask(ask, job, address, node, limit) for address, (node, limit) in asked.items())
-            )
-            found = [answer for answer in answers if answer is not None]
-            highest = max([self.epoch(job), *(answer.highest_epoch for answer in found)])
-            if highest >= MAX_EPOCH:
-                raise InvalidIdError(f"job {job} has used up all {MAX_EPOCH} epochs; give it another name")
-            self._put(dataclasses.replace(self._state(job), epoch=highest + 1, attempt=0))
-            self.learn(job, [answer.node for answer in found], first_hand=True)
-            self.learn(job, [node for answer in found for node in answer.known_members])
+            known = len(asked)
+            found: dict[str, EpochAnswer] = {}
+            opened = 0
+            for _ in range(_OPEN_ROUNDS):
+                found = await self._ask_all(ask, job, asked)
+                highest = max([0, *(answer.highest_epoch for answer in found.values())])
+                if opened and opened == self.epoch(job) > highest:
+                    break
+                highest = max(self.epoch(job), highest)
+                if highest >= MAX_EPOCH:
+                    raise InvalidIdError(f"job {job} has used up all {MAX_EPOCH} epochs; give it another name")
+                opened = highest + 1
+                self._put(dataclasses.replace(self._state(job), epoch=opened, attempt=0))
+                # Another agent may be opening the same epoch. Each asks again after it has written its own, so at
+                # least the later one hears of the other.
+                asked = {address: (node, deadline_s / 4) for address, (node, _) in asked.items() if address in found}
+                if asked:
+                    await asyncio.sleep(random.random() * _OPEN_JITTER_S)
+            else:
+                raise StaleEpochError(
+                    f"job {job}: other incarnations opened it at the same time, {_OPEN_ROUNDS} times in a row; let "
+                    "only one of them run"
+                )
+            self.learn(job, [answer.node for answer in found.values()], first_hand=True)
+            self.learn(job, [node for answer in found.values() for node in answer.known_members])
             log.info(
                 "job opened",
-                extra={"job": job, "epoch": highest + 1, "asked": len(asked), "answered": len(found)},
+                extra={"job": job, "epoch": opened, "asked": known, "answered": len(found)},
             )
-            return highest + 1
+            return opened
 
     def join(self, job: str, epoch: int, members: Sequence[NodeAddress], replicas: int) -> Buddies:
         """Enter the epoch with its members, and get this node's buddies. Idempotent.
@@ -242,6 +265,15 @@ class Jobs:
             self._put(dataclasses.replace(state, attempt=min(last + _ATTEMPT_BATCH, MAX_ATTEMPT)))
         self._attempts[job] = (epoch, last + 1)
         return version
+
+    async def _ask_all(
+        self, ask: EpochAsker, job: str, asked: Mapping[str, tuple[NodeAddress | None, float]]
+    ) -> dict[str, EpochAnswer]:
+        """The answers that came, by address."""
+        answers = await asyncio.gather(
+            *(self._ask(ask, job, address, node, limit) for address, (node, limit) in asked.items())
+        )
+        return {address: answer for address, answer in zip(asked, answers, strict=True) if answer is not None}
 
     async def _ask(
         self, ask: EpochAsker, job: str, address: str, expected: NodeAddress | None, limit_s: float

@@ -137,9 +137,15 @@ class Replicator:
             log.warning("objects cannot be offered to the buddies", extra={"objects": len(due), "reason": error})
 
     def acknowledged(self, one: ObjectVersion) -> bool:
-        """Whether every buddy of this node, as it is there now, said that it verified and sealed the object."""
+        """Whether every buddy of this node, as it is there now, said that it verified and sealed the object.
+
+        Not while this node is no member of the job, as after it lost what it knew of it: its buddies are unknown then.
+        """
+        job = one.version.container.job
         acks = self._acks.get(one.version, {})
-        return all((one.name, buddy) in acks for buddy in self._jobs.buddies(one.version.container.job).node_ids)
+        return self._jobs.is_member(job) and all(
+            (one.name, buddy) in acks for buddy in self._jobs.buddies(job).node_ids
+        )
 
     def forget(self, version: ContainerVersion) -> None:
         """Nobody needs to know any more who acknowledged objects of this container."""

@@ -79,8 +79,8 @@ class Segments:
         if self._is_lone(name):
             self._not_lone(name)
             self.agent.paths.segment(name).unlink(missing_ok=True)
-        else:
-            self.agent.release(name)
+        # Also one that was made without an agent: the next one found it, and counts it.
+        self.agent.release(name)
 
     def seal(self, name: str, info: ObjectInfo) -> None:
         """Publish the object that lies in the segment.

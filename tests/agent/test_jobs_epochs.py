@@ -69,7 +69,7 @@ class Peers:
         self.asked: dict[str, float] = {}
 
     async def __call__(self, job: str, address: str, expected: NodeAddress | None, deadline_s: float) -> EpochAnswer:
-        self.asked[address] = deadline_s
+        self.asked.setdefault(address, deadline_s)  # the first time
         await asyncio.sleep(0)
         if address in self.silent:
             raise DeadlineExceededError.of("the epoch", address, deadline_s)
