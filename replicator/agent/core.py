@@ -10,8 +10,9 @@ await core.close()
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from replicator.agent.jobs import Jobs
 from replicator.agent.landing import Landing
 from replicator.agent.lookup import Lookup
 from replicator.agent.manifests import Manifests
+from replicator.agent.packed import Packer
 from replicator.agent.peer_service import PeerService
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.puller import Puller
@@ -28,20 +30,24 @@ from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
 from replicator.agent.sources import Opener
 from replicator.config import AgentConfig
-from replicator.errors import ObjectNotFoundError
-from replicator.ids import NodeAddress, NodeIdentity
+from replicator.errors import InvalidIdError, ObjectNotFoundError
+from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
 from replicator.store import Store
 from replicator.store.client_lock import is_client_alive
+from replicator.store.paths import StorePaths
+from replicator.store.read_many import read_many
 from replicator.store.reader import ObjectReader, open_object
+from replicator.store.trailer import ObjectInfo
 from replicator.transfer.bulk_lane import BulkLane
 from replicator.transfer.bulk_server import BulkServer
 from replicator.transfer.grpc_lane import GrpcLane, data_service
 from replicator.transfer.lane import Lane
+from replicator.transfer.packed import MAX_CALL_BYTES, encode_piece, is_small, packed_service, pieces_of
 from replicator.transfer.serve_limit import ServeLimit
 from replicator.transfer.tickets import TicketOffice
 from replicator.v1 import data_pb2
 from replicator.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
-from replicator.wire import object_from_pb, sender_from_pb, sender_to_pb
+from replicator.wire import object_from_pb, sender_from_pb, sender_to_pb, version_from_pb
 
 if TYPE_CHECKING:
     import grpc
@@ -161,7 +167,8 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         )
         bulk.start()
     landing = Landing(config, client_id, store, opener, lanes, counters)
-    puller = Puller(config, address, store, opener, landing, retention, counters)
+    packer = Packer(config, store, peers, opener, landing, counters)
+    puller = Puller(config, address, client_id, store, opener, landing, packer, retention, counters)
     replicator = Replicator(config, address, store, jobs, peers, counters)
     replicator.check_local = puller.check_local
     committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, counters)
@@ -200,5 +207,38 @@ def add_peer_services(server: grpc.aio.Server, core: AgentCore) -> None:
             raise ObjectNotFoundError(f"{one} is not held by node {core.identity.node_id} (any more)")
         return open_object(core.store.paths, one)
 
+    def open_packed(request: data_pb2.ReadPackedRequest) -> Iterator[Callable[[], bytes]]:
+        sender = sender_from_pb(request.sender)
+        if sender.epoch:
+            core.jobs.check(sender.job, sender.epoch)
+        version = version_from_pb(request.container)
+        held = core.store.objects(version)
+        return read_pieces(core.store.paths, version, [held.get(name) for name in request.names])
+
     deadline_s, limit = core.config.deadline_s, core.serve_limit
-    server.add_generic_rpc_handlers((data_service(open_for_read, send_timeout_s=deadline_s, serve_limit=limit),))
+    server.add_generic_rpc_handlers(
+        (
+            data_service(open_for_read, send_timeout_s=deadline_s, serve_limit=limit),
+            packed_service(open_packed, send_timeout_s=deadline_s, serve_limit=limit),
+        )
+    )
+
+
+def read_pieces(
+    paths: StorePaths, version: ContainerVersion, infos: Sequence[ObjectInfo | None]
+) -> Iterator[Callable[[], bytes]]:
+    """What reads the messages with packed objects, in order; one that is not small, or not held, is left out.
+
+    Raises:
+        InvalidIdError: more bytes than one call may have.
+    """
+    small = [info if info is not None and is_small(info.size) else None for info in infos]
+    sizes = [info.size if info is not None else 0 for info in small]
+    if sum(sizes) > MAX_CALL_BYTES:
+        raise InvalidIdError(f"expected at most {MAX_CALL_BYTES} bytes of packed objects, found {sum(sizes)}")
+
+    def read(part: Sequence[ObjectInfo | None]) -> bytes:
+        payloads = iter(read_many(paths, version, [info for info in part if info is not None]))
+        return encode_piece([None if info is None else next(payloads) for info in part])
+
+    return (functools.partial(read, small[piece]) for piece in pieces_of(sizes))

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from replicator.agent.counters import Counters
 from replicator.agent.logs import fields
@@ -26,6 +27,8 @@ from replicator.transfer.pull import PullPolicy, PullReport, pull
 MIN_SPREAD_BYTES = 256 << 20
 MAX_SPREAD = 4
 _CHECKS_AT_ONCE = 2
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +74,7 @@ class Landing:
             StoreFullError: no room, after everything superseded was dropped.
             TransferError, CorruptObjectError: no source gave it; with each one's reason.
         """
-        if self._lock is None:
-            lock = ClientLock(self._store.paths, self._client_id)
-            lock.acquire()
-            self._lock = lock
+        self.hold()
         capacity = capacity_for(info.size, info.block_size)
         async with self.reserved(self._client_id, capacity) as (reservation, mapped):
             report = await self.fill(info, sources, mapped.view[: info.size], deadline_s, on_progress=on_progress)
@@ -83,6 +83,13 @@ class Landing:
             write_trailer(mapped.view, sealed)
             self._store.seal(self._client_id, reservation.segment, sealed)
         return sealed, report
+
+    def hold(self) -> None:
+        """Be a living client of the store: to be called before anything is written."""
+        if self._lock is None:
+            lock = ClientLock(self._store.paths, self._client_id)
+            lock.acquire()
+            self._lock = lock
 
     @asynccontextmanager
     async def reserved(self, client_id: str, capacity: int) -> AsyncIterator[tuple[Reservation, MappedSegment]]:
@@ -199,6 +206,11 @@ class Landing:
             await self._quarantine(one, str(error))
             return False
         return True
+
+    async def check_many(self, verify: Callable[[], ResultT]) -> ResultT:
+        """Run a check of several local copies in a thread, as one of a bounded number."""
+        async with self._checks:
+            return await asyncio.to_thread(verify)
 
     async def set_aside(self, one: ObjectVersion, error: CorruptObjectError) -> None:
         """A local copy was found to be bad while it was read."""

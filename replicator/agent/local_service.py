@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from replicator import wire
-from replicator.agent import logs
+from replicator.agent import batches, logs
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
@@ -57,7 +57,12 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
             )
             await context.write(local_pb2.AttachEvent(attached=attached))
             while True:
-                await context.write(await stream.next())
+                event = await stream.next()
+                if event.HasField("replicated") and not request.batched:
+                    for single in batches.replications(event.replicated):
+                        await context.write(local_pb2.AttachEvent(replication=single))
+                else:
+                    await context.write(event)
         finally:
             self._clients.detach(stream)
 
@@ -182,9 +187,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         for job in {one.version.container.job for one in objects}:
             self._core.jobs.check(job, request.epoch)
 
-        def report(event: local_pb2.ReplicationEvent) -> None:
-            self._clients.send(request.client_id, local_pb2.AttachEvent(replication=event))
-
+        report = batches.Reporter(self._clients.send, request.client_id)
         limit = deadline_s(request.deadline_ms, self._core.config.deadline_s)
         buddies = self._core.replicator.replicate(objects, request.epoch, limit, report)
         return local_pb2.ReplicateReply(buddy_node_ids=buddies)
@@ -224,7 +227,11 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         events: Any = self._core.puller.retrieve(wanted, sources, limit)
         async with contextlib.aclosing(events):
             async for event in events:
-                await context.write(event)
+                if event.HasField("done_many") and not request.batched:
+                    for single in batches.retrieved(event.done_many, request.objects):
+                        await context.write(single)
+                else:
+                    await context.write(event)
 
     @handler
     async def RetrieveRanges(

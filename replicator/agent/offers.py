@@ -12,16 +12,20 @@ from dataclasses import dataclass, field
 from replicator.errors import ReplicationError, ReplicatorError, StaleEpochError
 from replicator.ids import ObjectVersion
 from replicator.store.trailer import ObjectInfo
+from replicator.transfer.packed import is_small
+from replicator.v1 import local_pb2
 
 MAX_OFFER_OBJECTS = 64
+# Small ones are moved many at a time; several offers at once keep both sides busy.
+MAX_OFFER_SMALL = 256
 # Of block tables in one offer: a message may have 4 MiB.
 MAX_OFFER_BLOCKS = 128 << 10
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 _SHOWN_ATTEMPTS = 4
 
-# (what was verified, None) or (None, error), then the lane and the seconds since it was asked for.
-Outcome = Callable[[ObjectInfo | None, ReplicatorError | None, str, float], None]
+# Gets the outcome of one object, or of several copies that were made.
+Report = Callable[[local_pb2.ReplicationEvent | local_pb2.ReplicatedObjects], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +36,7 @@ class Pending:
     epoch: int
     deadline_s: float
     asked_at: float
-    outcomes: list[Outcome]
+    outcomes: list[Report]
     not_before: float
     progressed_at: float | None = None  # since it was first offered
     offered: bool = False
@@ -52,6 +56,8 @@ class OfferQueue:
         self.heard_at: float | None = None
         self._jitter = jitter
         self._pending: dict[ObjectVersion, Pending] = {}
+        # Those that are in no offer at this moment, the ones that wait for longest first.
+        self._waiting: dict[ObjectVersion, Pending] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -59,7 +65,7 @@ class OfferQueue:
     def __contains__(self, one: ObjectVersion) -> bool:
         return one in self._pending
 
-    def add(self, info: ObjectInfo, epoch: int, deadline_s: float, outcome: Outcome, now: float) -> None:
+    def add(self, info: ObjectInfo, epoch: int, deadline_s: float, outcome: Report, now: float) -> None:
         """Take an object in; when it is on its way already, its outcome is told to `outcome` too."""
         known = self._pending.get(info.object)
         if known is not None:
@@ -68,14 +74,21 @@ class OfferQueue:
             known.asked_at = now
             known.outcomes = [*known.outcomes[-7:], outcome]
             return
-        self._pending[info.object] = Pending(info, epoch, deadline_s, now, [outcome], now)
+        item = Pending(info, epoch, deadline_s, now, [outcome], now)
+        self._pending[info.object] = self._waiting[info.object] = item
 
     def take(self, now: float) -> list[Pending]:
         """The objects of the next offer, all of one epoch and deadline; empty when nothing is due."""
         batch: list[Pending] = []
         blocks = 0
-        for item in self._pending.values():
-            if item.offered or item.not_before > now:
+        most = MAX_OFFER_OBJECTS
+        for item in self._waiting.values():
+            if item.not_before > now:
+                continue
+            small = is_small(item.info.size)
+            if not batch:
+                most = MAX_OFFER_SMALL if small else MAX_OFFER_OBJECTS
+            elif small != is_small(batch[0].info.size):
                 continue
             blocks += len(item.info.block_crcs)
             if batch and (
@@ -86,9 +99,10 @@ class OfferQueue:
             ):
                 break
             batch.append(item)
-            if len(batch) == MAX_OFFER_OBJECTS:
+            if len(batch) == most:
                 break
         for item in batch:
+            del self._waiting[item.object]
             item.offered = True
             item.attempts += 1
             if item.progressed_at is None:
@@ -102,6 +116,7 @@ class OfferQueue:
     def done(self, item: Pending) -> None:
         """Its outcome is known."""
         self._pending.pop(item.object, None)
+        self._waiting.pop(item.object, None)
 
     def failed(self, item: Pending, error: ReplicatorError, now: float) -> bool:
         """An attempt at the object failed. True when it is to be tried again, after a pause with jitter."""
@@ -112,6 +127,7 @@ class OfferQueue:
         if is_final(error) or now - self._silent_since(item) >= item.deadline_s:
             return False
         pause = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(item.attempts - 1, 10))
+        self._waiting[item.object] = item
         item.not_before = now + min(pause * (0.5 + self._jitter()), item.deadline_s / 4)
         return True
 
@@ -119,14 +135,18 @@ class OfferQueue:
         """Objects that were never offered although they have waited for their deadline: the buddy answers nothing."""
         return [
             item
-            for item in self._pending.values()
+            for item in self._waiting.values()
             if item.progressed_at is None and now - max(item.asked_at, self.heard_at or 0.0) >= item.deadline_s
         ]
 
     def next_due(self, now: float) -> float | None:
         """Seconds until an object may be offered again; None when none waits."""
-        waits = [item.not_before - now for item in self._pending.values() if not item.offered]
-        return max(0.0, min(waits)) if waits else None
+        soonest: float | None = None
+        for item in self._waiting.values():
+            if item.not_before <= now:
+                return 0.0
+            soonest = item.not_before if soonest is None else min(soonest, item.not_before)
+        return None if soonest is None else soonest - now
 
     def verdict(self, item: Pending, last: ReplicatorError, now: float) -> ReplicatorError:
         """The error that ends it, naming the buddy and the attempts."""

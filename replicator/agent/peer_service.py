@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -13,6 +13,7 @@ import grpc.aio
 
 from replicator.agent.link import MEANT_FOR_KEY, NOT_ME_KEY
 from replicator.agent.rpc import deadline_s, handler
+from replicator.agent.takings import Outcomes, Taking
 from replicator.errors import (
     InvalidIdError,
     NotFoundError,
@@ -36,7 +37,6 @@ from replicator.wire import (
     node_address_from_pb,
     node_address_to_pb,
     object_from_pb,
-    object_to_pb,
     offer_failure,
     sender_from_pb,
     short_message,
@@ -46,7 +46,7 @@ from replicator.wire import (
 
 if TYPE_CHECKING:
     from replicator.agent.core import AgentCore
-    from replicator.agent.puller import Taking
+    from replicator.store.trailer import ObjectInfo
 
 Context = grpc.aio.ServicerContext[Any, Any]
 RequestT = TypeVar("RequestT")
@@ -114,18 +114,26 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         if len(request.objects) > MAX_OFFERED:
             raise InvalidIdError(f"expected at most {MAX_OFFERED} objects in one offer, found {len(request.objects)}")
         core.counters.add("offers_received")
-        takings: dict[asyncio.Task[Any], tuple[types_pb2.ObjectRef, Taking]] = {}
-        for descriptor in request.objects:
+        infos: list[ObjectInfo] = []
+        places: list[int] = []
+        for place, descriptor in enumerate(request.objects):
             try:
-                info = info_from_pb(descriptor)
+                info = info_from_pb(descriptor, core.client_id)
                 if info.object.version.container.job != sender.job:
                     raise InvalidIdError(f"{info.object} is not of job {sender.job}, in whose name it is offered")
-                taking = core.puller.take(info, source, limit)
             except ReplicatorError as error:
                 await context.write(peer_pb2.OfferEvent(object=descriptor.object, failed=offer_failure(error)))
                 continue
-            takings[taking.task] = (descriptor.object, taking)
-        await self._tell_outcomes(takings, context, limit / 4)
+            infos.append(info)
+            places.append(place)
+        outcomes: Outcomes[int] = Outcomes()
+        for place, taking in zip(places, core.puller.take(infos, source, limit), strict=True):
+            if isinstance(taking, Taking):
+                outcomes.add(place, taking)
+            else:
+                failed = offer_failure(taking)
+                await context.write(peer_pb2.OfferEvent(object=request.objects[place].object, failed=failed))
+        await self._tell_outcomes(request, outcomes, context, limit / 4)
 
     @_served
     async def OpenObject(self, request: peer_pb2.OpenObjectRequest, context: Context) -> peer_pb2.OpenObjectReply:
@@ -196,25 +204,24 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
     # -- parts
 
     async def _tell_outcomes(
-        self, takings: dict[asyncio.Task[Any], tuple[types_pb2.ObjectRef, Taking]], context: Context, quiet_s: float
+        self, request: peer_pb2.OfferRequest, outcomes: Outcomes[int], context: Context, quiet_s: float
     ) -> None:
-        told: dict[asyncio.Task[Any], int] = {}
+        told: dict[int, int] = {}
         loop = asyncio.get_running_loop()
         spoke = loop.time()
-        while takings:
-            tick_s = min(_PROGRESS_S, quiet_s)
-            done, _ = await asyncio.wait(takings, timeout=tick_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                ref, taking = takings.pop(task)
-                await context.write(_outcome(ref, taking))
+        while outcomes.open:
+            ended = await outcomes.next(min(_PROGRESS_S, quiet_s))
+            if ended:
+                for event in _outcomes(request, ended):
+                    await context.write(event)
                 spoke = loop.time()
-            if done:
                 continue
-            for task, (ref, taking) in takings.items():
+            for taking, place in list(outcomes.open.items()):
                 # What waits for its turn is not stuck: its owner hears the same number again.
                 is_quiet = taking.waiting and loop.time() - spoke >= quiet_s
-                if is_quiet or taking.bytes_done != told.get(task, 0):
-                    told[task] = taking.bytes_done
+                if is_quiet or taking.bytes_done != told.get(place, 0):
+                    told[place] = taking.bytes_done
+                    ref = request.objects[place].object
                     await context.write(peer_pb2.OfferEvent(object=ref, progress_bytes=taking.bytes_done))
                     spoke = loop.time()
 
@@ -241,14 +248,28 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         task.add_done_callback(self._claims.discard)
 
 
-def _outcome(ref: types_pb2.ObjectRef, taking: Taking) -> peer_pb2.OfferEvent:
-    """The last event of an object."""
-    task = taking.task
-    if task.cancelled():
-        error: BaseException | None = PeerUnavailableError("the buddy's agent is stopping")
-    else:
-        error = task.exception()
-    if error is not None:
-        return peer_pb2.OfferEvent(object=ref, failed=offer_failure(error))
-    taken = task.result()
-    return peer_pb2.OfferEvent(object=object_to_pb(taken.info.object), sealed=info_to_pb(taken.info), lane=taken.lane)
+def _outcomes(request: peer_pb2.OfferRequest, ended: Sequence[tuple[int, Taking]]) -> Iterator[peer_pb2.OfferEvent]:
+    """The last events of objects, by their place in the request."""
+    sealed: dict[str, list[tuple[int, ObjectInfo]]] = {}
+    for place, taking in ended:
+        ref = request.objects[place].object
+        task = taking.task
+        if task.cancelled():
+            error: BaseException | None = PeerUnavailableError("the buddy's agent is stopping")
+        else:
+            error = task.exception()
+        if error is not None:
+            yield peer_pb2.OfferEvent(object=ref, failed=offer_failure(error))
+            continue
+        taken = task.result()
+        if request.batched:
+            sealed.setdefault(taken.lane, []).append((place, taken.info))
+        else:
+            yield peer_pb2.OfferEvent(object=ref, sealed=info_to_pb(taken.info), lane=taken.lane)
+    for lane, copies in sealed.items():
+        many = peer_pb2.SealedObjects(
+            index=[place for place, _ in copies],
+            size_bytes=[info.size for _, info in copies],
+            crc32c=[info.crc32c for _, info in copies],
+        )
+        yield peer_pb2.OfferEvent(sealed_many=many, lane=lane)

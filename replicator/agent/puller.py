@@ -9,52 +9,38 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from replicator.agent.counters import Counters
 from replicator.agent.landing import Landing
 from replicator.agent.logs import fields
+from replicator.agent.packed import Errand, Packer, Reasons, Wanted
 from replicator.agent.ranges import Ranges
 from replicator.agent.retention import Retention
+from replicator.agent.retrieve_small import SmallRetrieval
 from replicator.agent.sources import Opener, PeerSource
+from replicator.agent.takings import Taken, Taking, Takings
+from replicator.checksum import BLOCK_SIZE
 from replicator.config import AgentConfig
 from replicator.decide.types import ObjectSource
-from replicator.errors import ObjectExistsError, ReplicationError, ReplicatorError, TransferError
+from replicator.errors import (
+    DeadlineExceededError,
+    ObjectExistsError,
+    ReplicationError,
+    ReplicatorError,
+    TransferError,
+    TransferStalledError,
+)
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.store import Store
 from replicator.store.trailer import ObjectInfo
 from replicator.v1 import local_pb2
 
 MAX_PULLS = 4
-MAX_WAITING = 65536
 MAX_QUEUED_EVENTS = 1024
 _PROGRESS_S = 0.25
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """An object that is sealed here. `lane` and `node_id` are empty when it was here already."""
-
-    info: ObjectInfo
-    lane: str = ""
-    node_id: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class Taking:
-    """An object on its way here. Shared by all who want it."""
-
-    object: ObjectVersion
-    size: int
-    crc32c: int
-    task: asyncio.Task[Taken]
-    waiting: bool = True
-    bytes_done: int = 0
-    users: int = 0
 
 
 class Puller:
@@ -64,43 +50,67 @@ class Puller:
         self,
         config: AgentConfig,
         address: NodeAddress,
+        client_id: str,
         store: Store,
         opener: Opener,
         landing: Landing,
+        packer: Packer,
         retention: Retention,
         counters: Counters,
     ) -> None:
         self._config = config
         self._address = address
+        self._client_id = client_id
         self._store = store
         self._opener = opener
         self._landing = landing
         self._retention = retention
         self._counters = counters
         self._ranges = Ranges(address, store, opener, landing)
-        self._running: dict[ObjectVersion, Taking] = {}
+        self._takings = Takings(address.node_id, counters)
+        self._packer = packer
         self._offered_slots = asyncio.Semaphore(MAX_PULLS)
         self._wanted_slots = asyncio.Semaphore(MAX_PULLS)
+        self._small = SmallRetrieval(
+            client_id, store, opener, landing, self._takings, packer, self._wanted_slots, self._pull_wanted
+        )
 
     @property
     def running(self) -> int:
         """Objects that are on their way here, or wait for a slot."""
-        return len(self._running)
+        return len(self._takings)
 
     # -- for owners who made this node their buddy
 
-    def take(self, info: ObjectInfo, source: NodeAddress, deadline_s: float) -> Taking:
-        """Start pulling an offered object; it goes on also when nobody waits for it any more.
+    def take(
+        self, infos: Sequence[ObjectInfo], source: NodeAddress, deadline_s: float
+    ) -> list[Taking | ReplicatorError]:
+        """Start pulling offered objects; that goes on also when nobody waits for them any more.
 
-        An object that is here already, with the same content, is done at once.
+        One that is here already, with the same content, is done at once. Small ones are brought many at a time.
 
         Args:
             deadline_s: without progress for this long, the source is given up.
 
-        Raises:
+        Returns:
+            For each object, how it is on its way, or why it is not:
             ReplicationError: this node does not take it, or has too much waiting already.
             ObjectExistsError: other content is sealed here under that name, or on its way.
         """
+        packed: list[Wanted] = []
+        taken: list[Taking | ReplicatorError] = []
+        for offered in infos:
+            info = offered
+            if info.client_id != self._client_id:
+                info = dataclasses.replace(info, client_id=self._client_id)
+            try:
+                taken.append(self._take(info, source, deadline_s, packed))
+            except ReplicatorError as error:
+                taken.append(error)
+        self._pull_packed(packed, source, deadline_s)
+        return taken
+
+    def _take(self, info: ObjectInfo, source: NodeAddress, deadline_s: float, packed: list[Wanted]) -> Taking:
         one = info.object
         held = self._store.get(one)
         if held is not None:
@@ -109,15 +119,38 @@ class Puller:
                     f"{one} is sealed on buddy {self._address.node_id} with {held.size} bytes, checksum "
                     f"{held.crc32c:08x}; offered were {info.size} bytes, {info.crc32c:08x}. Begin a new attempt"
                 )
-            return self._start(one, info.size, info.crc32c, _done(Taken(held)))
+            return self._takings.held(held)
         self._require_wanted(one.version)
-        taking = self._join(one, info.size, info.crc32c)
-        if taking is None:
-            taking = self._start(
+        taking = self._takings.join(one, info.size, info.crc32c)
+        if taking is None and self._packer.takes(info.size, info.block_size):
+            taking = self._takings.expect(one, info.size, info.crc32c)
+            packed.append(Wanted(taking, info, (source.node_id,)))
+        elif taking is None:
+            taking = self._takings.start(
                 one, info.size, info.crc32c, lambda taking: self._pull_offered(taking, info, source, deadline_s)
             )
         taking.users += 1
         return taking
+
+    def _pull_packed(self, wanted: Sequence[Wanted], source: NodeAddress, deadline_s: float) -> None:
+        by_version: dict[ContainerVersion, list[Wanted]] = {}
+        for one in wanted:
+            by_version.setdefault(one.info.object.version, []).append(one)
+        for version, part in by_version.items():
+
+            def require_wanted(version: ContainerVersion = version) -> None:
+                self._require_wanted(version)
+
+            errand = Errand(
+                version=version,
+                deadline_s=deadline_s,
+                resolve=lambda node_id: source,
+                slots=self._offered_slots,
+                require_wanted=require_wanted,
+                ordinary=lambda one: self._pull_offered(one.taking, one.info, source, deadline_s),
+                failure=_not_pulled,
+            )
+            self._packer.bring(errand, part)
 
     async def _pull_offered(self, taking: Taking, info: ObjectInfo, source: NodeAddress, deadline_s: float) -> Taken:
         async with self._offered_slots:
@@ -153,16 +186,22 @@ class Puller:
         events: asyncio.Queue[local_pb2.RetrieveEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
         active: dict[str, Taking] = {}
         loop = asyncio.get_running_loop()
-        tasks = [
-            loop.create_task(self._bring(version.object(one.name), one, deadline_s, active, events)) for one in sources
-        ]
+        small = [one for one in sources if self._packer.takes(one.size, BLOCK_SIZE)]
+        rest = [one for one in sources if not self._packer.takes(one.size, BLOCK_SIZE)]
+
+        async def alone(one: ObjectSource) -> None:
+            await self._bring(version.object(one.name), one, deadline_s, active, events)
+
+        tasks = [loop.create_task(alone(one)) for one in rest]
+        if small:
+            tasks.append(loop.create_task(self._small.bring(version, small, deadline_s, active, events, alone)))
         ticker = loop.create_task(_tell_progress(active, events, deadline_s / 4))
-        left = len(tasks)
+        left = len(sources)
         try:
             while left:
                 event = await events.get()
                 yield event
-                left -= bool(event.done or event.error_kind)
+                left -= len(event.done_many.names) or bool(event.done or event.error_kind)
         finally:
             ticker.cancel()
             for task in tasks:
@@ -198,32 +237,19 @@ class Puller:
     async def _fetch(
         self, one: ObjectVersion, source: ObjectSource, deadline_s: float, active: dict[str, Taking]
     ) -> Taken:
-        taking = self._join(one, source.size, source.crc32c)
+        taking = self._takings.join(one, source.size, source.crc32c)
         if taking is not None:
             active[source.name] = taking
             try:
-                return await self._wait(taking)
+                return await self._takings.wait(taking)
             except ReplicatorError as error:
                 # It was somebody else's pull, perhaps from a source that is not the best one.
                 log.info("a pull that was joined failed, another one is begun", extra=fields(one, reason=error))
-        taking = self._join(one, source.size, source.crc32c) or self._start(
+        taking = self._takings.join(one, source.size, source.crc32c) or self._takings.start(
             one, source.size, source.crc32c, lambda taking: self._pull_wanted(taking, source, deadline_s)
         )
         active[source.name] = taking
-        return await self._wait(taking)
-
-    async def _wait(self, taking: Taking) -> Taken:
-        """Wait for an object; when everybody who waits for it is gone, it is not pulled any further."""
-        taking.users += 1
-        try:
-            await asyncio.wait([taking.task])
-        finally:
-            taking.users -= 1
-            if not taking.users and not taking.task.done():
-                taking.task.cancel()
-        if taking.task.cancelled():
-            raise TransferError(f"the pull of {taking.object} was given up because the agent is stopping")
-        return taking.task.result()
+        return await self._takings.wait(taking)
 
     async def _pull_wanted(self, taking: Taking, source: ObjectSource, deadline_s: float) -> Taken:
         async with self._wanted_slots:
@@ -269,51 +295,11 @@ class Puller:
 
     async def close(self) -> None:
         """Give up all pulls, and close the lanes."""
-        tasks = [taking.task for taking in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._packer.close()
+        await self._takings.close()
         await self._landing.close()
 
     # -- both
-
-    def _join(self, one: ObjectVersion, size: int, crc: int) -> Taking | None:
-        """The pull of the same object that is under way, if there is one."""
-        taking = self._running.get(one)
-        if taking is not None and (taking.size, taking.crc32c) != (size, crc):
-            raise ObjectExistsError(
-                f"{one} is being pulled with {taking.size} bytes and checksum {taking.crc32c:08x}; asked for were "
-                f"{size} bytes, {crc:08x}"
-            )
-        return taking
-
-    def _start(
-        self, one: ObjectVersion, size: int, crc: int, work: Callable[[Taking], Coroutine[Any, Any, Taken]]
-    ) -> Taking:
-        if len(self._running) >= MAX_WAITING:
-            raise ReplicationError(f"node {self._address.node_id} has {MAX_WAITING} objects waiting already; try later")
-        ready: asyncio.Future[Taking] = asyncio.get_running_loop().create_future()
-
-        async def run() -> Taken:
-            return await work(await ready)
-
-        task = asyncio.get_running_loop().create_task(run())
-        taking = Taking(one, size, crc, task)
-        ready.set_result(taking)
-        self._running[one] = taking
-        task.add_done_callback(lambda done: self._ended(taking))
-        return taking
-
-    def _ended(self, taking: Taking) -> None:
-        if self._running.get(taking.object) is taking:
-            del self._running[taking.object]
-        if taking.task.cancelled():
-            return
-        error = taking.task.exception()
-        if error is not None:
-            self._counters.add("pulls_failed")
-            trouble = None if isinstance(error, ReplicatorError) else error
-            log.warning("an object was not pulled", extra=fields(taking.object, reason=error), exc_info=trouble)
 
     async def _land(
         self,
@@ -340,13 +326,6 @@ class Puller:
         return taken
 
 
-def _done(taken: Taken) -> Callable[[Taking], Coroutine[Any, Any, Taken]]:
-    async def at_once(taking: Taking) -> Taken:
-        return taken
-
-    return at_once
-
-
 async def _tell_progress(
     active: dict[str, Taking], events: asyncio.Queue[local_pb2.RetrieveEvent], quiet_s: float
 ) -> None:
@@ -364,3 +343,11 @@ async def _tell_progress(
                 spoke, quiet = loop.time(), False
         for name in told.keys() - active.keys():
             del told[name]
+
+
+def _not_pulled(one: ObjectVersion, reasons: Reasons) -> ReplicatorError:
+    """The error of an offered object, like that of `pull`."""
+    stalled = all(isinstance(error, TransferStalledError | DeadlineExceededError) for _, error in reasons)
+    listed = "; ".join(f"{node_id}: {error}" for node_id, error in reasons)
+    kind = TransferStalledError if stalled else TransferError
+    return kind(f"{one} could not be pulled from any of {len(reasons)} sources: {listed}")

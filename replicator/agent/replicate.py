@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
-from replicator.agent.offers import OfferQueue, Outcome, Pending
+from replicator.agent.offers import OfferQueue, Pending, Report
 from replicator.agent.peers import PeerDirectory
 from replicator.config import AgentConfig
 from replicator.errors import (
@@ -40,13 +40,12 @@ from replicator.wire import (
     object_from_pb,
     object_to_pb,
     sender_to_pb,
+    version_to_pb,
 )
 
 MAX_PENDING = 1 << 17
 MAX_STREAMS_PER_BUDDY = 4
 MAX_REMEMBERED_VERSIONS = 64
-
-Report = Callable[[local_pb2.ReplicationEvent], None]
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Replicator:
     ) -> tuple[str, ...]:
         """Start copying sealed objects of this node (all of one job) to its buddies; returns their ids at once.
 
-        `report` is called in the loop, later, once per object and buddy. An object that a buddy holds
+        `report` is called in the loop, later, with an outcome per object and buddy. An object that a buddy holds
         already is acknowledged by one round trip.
 
         Args:
@@ -120,7 +119,7 @@ class Replicator:
         for buddy in chosen:
             queue = self._queues.setdefault((job, buddy), OfferQueue(buddy))
             for info in infos:
-                queue.add(info, epoch, deadline_s, self._teller(info.object, buddy, report), now)
+                queue.add(info, epoch, deadline_s, report, now)
             self._schedule((job, buddy), 0.0)
         return chosen
 
@@ -229,12 +228,14 @@ class Replicator:
                 self._failed(queue, item, error)
         if not open_items:
             return
+        offered = list(open_items.values())
         node = self._peers.resolve(job, queue.buddy)
         request = peer_pb2.OfferRequest(
             sender=sender_to_pb(Sender(self._address.identity, job, first.epoch)),
-            objects=[info_to_pb(item.info) for item in open_items.values()],
+            objects=[info_to_pb(item.info) for item in offered],
             source=node_address_to_pb(self._address),
             deadline_ms=int(first.deadline_s * 1000),
+            batched=True,
         )
         awaited = f"copies of {len(open_items)} objects, {first.object} first"
         self._counters.add("offers_sent")
@@ -242,11 +243,14 @@ class Replicator:
             node, "PeerService/Offer", request, peer_pb2.OfferEvent, awaited=awaited, idle_s=first.deadline_s
         ):
             queue.heard_at = self._now()
+            kind = event.WhichOneof("event")
+            if kind == "sealed_many":
+                self._many_sealed(queue, offered, open_items, event)
+                continue
             one = object_from_pb(event.object)
             if one not in open_items:
                 continue
             item = open_items[one]
-            kind = event.WhichOneof("event")
             if kind == "progress_bytes":
                 if event.progress_bytes:
                     queue.progressed(item, self._now())
@@ -257,29 +261,55 @@ class Replicator:
             else:
                 self._failed(queue, item, from_wire(event.failed.error_kind, event.failed.error_message))
 
+    def _many_sealed(
+        self,
+        queue: OfferQueue,
+        offered: Sequence[Pending],
+        open_items: dict[ObjectVersion, Pending],
+        event: peer_pb2.OfferEvent,
+    ) -> None:
+        many = event.sealed_many
+        made = []
+        for place, size, crc in zip(many.index, many.size_bytes, many.crc32c, strict=False):
+            item = open_items.pop(offered[place].object, None) if place < len(offered) else None
+            if item is None:
+                continue
+            if (size, crc) == (item.info.size, item.info.crc32c):
+                made.append(item)
+            else:
+                self._failed(queue, item, _other_content(queue.buddy, item, size, crc))
+        self._made(queue, made, event.lane)
+
     def _sealed(self, queue: OfferQueue, item: Pending, event: peer_pb2.OfferEvent) -> None:
         try:
             verified = info_from_pb(event.sealed)
             if (verified.object, verified.size, verified.crc32c) != (item.object, item.info.size, item.info.crc32c):
-                raise CorruptObjectError(
-                    f"buddy {queue.buddy} sealed {verified.object} with {verified.size} bytes, checksum "
-                    f"{verified.crc32c:08x}; expected {item.info.size} bytes, {item.info.crc32c:08x}"
-                )
+                raise _other_content(queue.buddy, item, verified.size, verified.crc32c)
         except ReplicatorError as error:
             self._failed(queue, item, error)
-            return
+        else:
+            self._made(queue, [item], event.lane)
+
+    def _made(self, queue: OfferQueue, items: Sequence[Pending], lane: str) -> None:
+        """The buddy has verified copies of these."""
         now = self._now()
-        queue.progressed(item, now)
-        queue.done(item)
         identity = self._peers.identity(queue.buddy)
-        if identity is not None:
-            self._acks.setdefault(item.object.version, {})[(item.object.name, queue.buddy)] = identity
-            while len(self._acks) > MAX_REMEMBERED_VERSIONS:
-                self._acks.popitem(last=False)
-        self._counters.add("replicas_made")
-        self._counters.add("replica_bytes", item.info.size if event.lane else 0)
-        self._tell(item, verified, None, event.lane)
-        self.on_acknowledged(item.object.version)
+        size = 0
+        versions: dict[ContainerVersion, None] = {}
+        for item in items:
+            queue.progressed(item, now)
+            queue.done(item)
+            size += item.info.size
+            versions[item.object.version] = None
+            if identity is not None:
+                self._acks.setdefault(item.object.version, {})[(item.object.name, queue.buddy)] = identity
+        while len(self._acks) > MAX_REMEMBERED_VERSIONS:
+            self._acks.popitem(last=False)
+        self._counters.add("replicas_made", len(items))
+        self._counters.add("replica_bytes", size if lane else 0)
+        self._tell_made(queue.buddy, items, lane, now)
+        for version in versions:
+            self.on_acknowledged(version)
 
     def _failed(self, queue: OfferQueue, item: Pending, error: ReplicatorError) -> None:
         now = self._now()
@@ -313,31 +343,43 @@ class Replicator:
         queue.done(item)
         self._counters.add("replicas_failed")
         log.warning("a replica was not made", extra=fields(item.object, buddy=queue.buddy, reason=verdict))
-        self._tell(item, None, verdict, "")
+        self._tell_failed(queue.buddy, item, verdict, now)
 
-    def _tell(self, item: Pending, verified: ObjectInfo | None, error: ReplicatorError | None, lane: str) -> None:
-        for outcome in item.outcomes:
-            try:
-                outcome(verified, error, lane, self._now() - item.asked_at)
-            except Exception:
-                log.exception("the outcome of a replica could not be told", extra=fields(item.object))
-
-    def _teller(self, one: ObjectVersion, buddy: str, report: Report) -> Outcome:
-        def tell(verified: ObjectInfo | None, error: ReplicatorError | None, lane: str, seconds: float) -> None:
-            event = local_pb2.ReplicationEvent(
-                object=object_to_pb(one),
+    def _tell_made(self, buddy: str, items: Sequence[Pending], lane: str, now: float) -> None:
+        """Copies that were made: to each who asked, many at a time."""
+        told: dict[tuple[Report, ContainerVersion], list[Pending]] = {}
+        for item in items:
+            for outcome in item.outcomes:
+                told.setdefault((outcome, item.object.version), []).append(item)
+        for (report, version), made in told.items():
+            event = local_pb2.ReplicatedObjects(
+                container=version_to_pb(version),
                 buddy_node_id=buddy,
-                ok=error is None,
-                duration_ms=int(seconds * 1000),
                 lane=lane,
+                names=[item.object.name for item in made],
+                size_bytes=[item.info.size for item in made],
+                crc32c=[item.info.crc32c for item in made],
+                duration_ms=[int((now - item.asked_at) * 1000) for item in made],
             )
-            if verified is not None:
-                event.verified.CopyFrom(info_to_pb(verified))
-            if error is not None:
-                event.error_kind, event.error_message = error.kind, str(error)
-            report(event)
+            self._report(report, event)
 
-        return tell
+    def _tell_failed(self, buddy: str, item: Pending, error: ReplicatorError, now: float) -> None:
+        event = local_pb2.ReplicationEvent(
+            object=object_to_pb(item.object),
+            buddy_node_id=buddy,
+            ok=False,
+            duration_ms=int((now - item.asked_at) * 1000),
+            error_kind=error.kind,
+            error_message=str(error),
+        )
+        for outcome in item.outcomes:
+            self._report(outcome, event)
+
+    def _report(self, report: Report, event: local_pb2.ReplicationEvent | local_pb2.ReplicatedObjects) -> None:
+        try:
+            report(event)
+        except Exception:
+            log.exception("the outcome of a replica could not be told")
 
     # -- state
 
@@ -365,3 +407,10 @@ class Replicator:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _other_content(buddy: str, item: Pending, size: int, crc: int) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"buddy {buddy} sealed {item.object} with {size} bytes, checksum {crc:08x}; expected {item.info.size} bytes, "
+        f"{item.info.crc32c:08x}"
+    )

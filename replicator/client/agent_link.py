@@ -224,7 +224,7 @@ class AgentLink:
     # -- the thread
 
     def _attach_request(self) -> local_pb2.AttachRequest:
-        return local_pb2.AttachRequest(client_id=self.client_id, pid=self._pid, version=version())
+        return local_pb2.AttachRequest(client_id=self.client_id, pid=self._pid, version=version(), batched=True)
 
     def _open(self, deadline_s: float, *, may_start: bool) -> Connection:
         """A connection to the agent that is published, or to one started now; not yet attached."""

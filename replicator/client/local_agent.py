@@ -27,6 +27,9 @@ from replicator.ids import NodeAddress, ObjectVersion
 from replicator.v1 import local_pb2
 from replicator.wire import manifest_to_pb, node_address_to_pb, object_to_pb
 
+# Names of so many objects fit a message of gRPC's 4 MiB, however long they are.
+MAX_OBJECTS_PER_CALL = 4096
+
 logger = logging.getLogger("replicator.client")
 
 
@@ -124,13 +127,16 @@ class LocalAgent(AgentLink):
         return futures
 
     def _ask_replicas(self, objects: Sequence[ObjectVersion], epoch: int) -> tuple[str, ...]:
-        request = local_pb2.ReplicateRequest(
-            client_id=self.client_id,
-            epoch=epoch,
-            objects=[object_to_pb(one) for one in objects],
-            deadline_ms=int(self.deadline_s * 1000),
-        )
-        return tuple(self.call("Replicate", request, local_pb2.ReplicateReply).buddy_node_ids)
+        buddies: tuple[str, ...] = ()
+        for start in range(0, max(len(objects), 1), MAX_OBJECTS_PER_CALL):
+            request = local_pb2.ReplicateRequest(
+                client_id=self.client_id,
+                epoch=epoch,
+                objects=[object_to_pb(one) for one in objects[start : start + MAX_OBJECTS_PER_CALL]],
+                deadline_ms=int(self.deadline_s * 1000),
+            )
+            buddies = tuple(self.call("Replicate", request, local_pb2.ReplicateReply).buddy_node_ids)
+        return buddies
 
     # -- objects of this node
 

@@ -159,6 +159,8 @@ class Outstanding:
         kind = event.WhichOneof("event")
         if kind == "replication":
             self._on_replication(event.replication)
+        elif kind == "replicated":
+            self._on_replicated(event.replicated)
         elif kind == "commit":
             self._on_commit(event.commit)
 
@@ -184,6 +186,27 @@ class Outstanding:
         with self._lock:
             if self._replications.get(one) is entry and entry.finished:
                 del self._replications[one]
+
+    def _on_replicated(self, many: local_pb2.ReplicatedObjects) -> None:
+        """Copies of many objects of one container on one buddy."""
+        version = version_from_pb(many.container)
+        buddy, lane = many.buddy_node_id, many.lane
+        ready: list[tuple[ObjectVersion, Replication, Future[ReplicaInfo], ReplicaInfo]] = []
+        with self._lock:
+            for name, size, crc, milliseconds in zip(
+                many.names, many.size_bytes, many.crc32c, many.duration_ms, strict=True
+            ):
+                one = version.object(name)
+                entry = self._replications.get(one)
+                if entry is not None:
+                    info = ReplicaInfo(one, buddy, size, crc, lane, milliseconds / 1000)
+                    ready.append((one, entry, entry.future(buddy), info))
+        for _, _, future, info in ready:
+            _settle((future,), info)
+        with self._lock:
+            for one, entry, _, _ in ready:
+                if entry.finished and self._replications.get(one) is entry:
+                    del self._replications[one]
 
     def _on_commit(self, event: local_pb2.CommitEvent) -> None:
         version = version_from_pb(event.container)

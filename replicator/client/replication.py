@@ -40,6 +40,20 @@ class ReplicationManager:
         one = what.seal().object if isinstance(what, SegmentObject) else what
         return self._agent.replicate([one], self._epoch)[one]
 
+    def async_replicate_many(
+        self, what: Sequence[SegmentObject | ObjectVersion]
+    ) -> dict[ObjectVersion, list[Future[ReplicaInfo]]]:
+        """Like `async_replicate` for many objects: one call to the agent for thousands, outcomes many at a time.
+
+        Returns:
+            For each object one future per buddy.
+
+        Raises:
+            ReplicatorError: an object cannot be sealed, or the agent refused; no copy is waited for then.
+        """
+        objects = [one.seal().object if isinstance(one, SegmentObject) else one for one in what]
+        return self._agent.replicate(objects, self._epoch)
+
     def sync_bulk_retrieve(
         self,
         what: Plan | Sequence[ObjectVersion],

@@ -134,12 +134,21 @@ def _retrieve_some(
         container=version_to_pb(version),
         objects=[source_to_pb(source) for source in sources],
         deadline_ms=int(deadline_s * 1000),
+        batched=True,
     )
+    sizes = {source.name: source.size for source in sources}
     awaited = f"{len(sources)} objects of {version}"
     # The agent gives up a silent source after deadline_s and goes on to the next; it is silent itself for longer
     # only when it hangs.
     idle_s = 2 * deadline_s + agent.call_deadline_s
     for event in agent.connection().stream("Retrieve", request, local_pb2.RetrieveEvent, idle_s, awaited):
+        many = event.done_many
+        for name in many.names:
+            done[name] = Retrieved(version.object(name), many.was_local, many.source_node_id, many.lane)
+            if on_progress is not None:
+                on_progress(name, sizes[name])
+        if many.names:
+            continue
         if event.error_kind:
             failed[event.name] = from_wire(event.error_kind, event.error_message)
         elif event.done:

@@ -33,7 +33,8 @@ def test_every_object_becomes_a_verified_copy_with_its_owner_kept(three: Cluster
         event = rank.wait(lambda event, name=name: event.replication.object.name == name, name).replication
         assert event.ok, event
         assert (event.verified.size_bytes, event.verified.crc32c) == (info.size, info.crc32c)
-        assert event.lane == ("bulk" if info.size else "")
+        lane = "bulk" if info.size > 256 << 10 else "grpc"
+        assert event.lane == (lane if info.size else "")
         copy = three.nodes[1].held(info.object)
         assert copy is not None
         assert copy.same_content(info)
@@ -48,7 +49,7 @@ def test_repeating_it_for_a_copy_that_is_there_moves_no_byte(three: Cluster) -> 
     one = rank.begin(1).object("a")
     rank.write(one, b"x" * 100_000)
     rank.replicate([one])
-    assert rank.outcome(one).lane == "bulk"
+    assert rank.outcome(one).lane == "grpc"
     pulled = three.nodes[1].counter("bytes_pulled")
     rank.replicate([one, one])
     event = rank.outcome(one)
@@ -174,7 +175,7 @@ def test_a_replaced_buddy_with_an_empty_store_gets_everything_again(own_three: C
     rank.replicate([mine])
     event = rank.outcome(mine)
     assert event.ok
-    assert event.lane == "bulk"
+    assert event.lane == "grpc"
     assert buddy.held(mine) is not None
     assert own_three.nodes[0].counter("peers_replaced") >= 1
 

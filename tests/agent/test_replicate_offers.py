@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicator.agent.offers import MAX_OFFER_OBJECTS, OfferQueue
+from replicator.agent.offers import MAX_OFFER_OBJECTS, MAX_OFFER_SMALL, OfferQueue
 from replicator.errors import (
     InvalidIdError,
     ObjectExistsError,
@@ -25,7 +25,7 @@ def _info(name: str, blocks: int = 1) -> ObjectInfo:
     return ObjectInfo(VERSION.object(name), 4096 * blocks, 0, 4096, (0,) * blocks, "me", "ab")
 
 
-def _ignore(info: ObjectInfo | None, error: ReplicatorError | None, lane: str, seconds: float) -> None:
+def _ignore(event: object) -> None:
     pass
 
 
@@ -36,11 +36,14 @@ def queue() -> OfferQueue:
 
 def test_offers_are_bounded_by_objects_and_by_blocks(queue: OfferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """F28: a message has room for so many block tables."""
-    for i in range(MAX_OFFER_OBJECTS + 1):
+    for i in range(MAX_OFFER_SMALL + 1):
         queue.add(_info(f"o{i}"), 1, 10, _ignore, 0)
-    assert len(queue.take(0)) == MAX_OFFER_OBJECTS
-    assert len(queue.take(0)) == 1
-    assert queue.take(0) == []
+        queue.add(_info(f"large{i}", 65), 1, 10, _ignore, 0)
+    sizes = []
+    while batch := queue.take(0):
+        assert len({item.object.name.startswith("large") for item in batch}) == 1
+        sizes.append(len(batch))
+    assert sizes == [MAX_OFFER_SMALL, *[MAX_OFFER_OBJECTS] * 4, 1, 1]
     monkeypatch.setattr("replicator.agent.offers.MAX_OFFER_BLOCKS", 10)
     for name in ("a", "b", "huge", "c"):
         queue.add(_info(name, 100 if name == "huge" else 5), 1, 10, _ignore, 0)
@@ -130,10 +133,10 @@ def test_reasons_of_a_thousand_attempts_are_bounded(queue: OfferQueue) -> None:
 
 def test_what_was_never_offered_is_overdue_when_the_buddy_answers_nothing(queue: OfferQueue) -> None:
     """F15: objects behind those that fill the streams to a dead buddy."""
-    for i in range(MAX_OFFER_OBJECTS + 1):
+    for i in range(MAX_OFFER_SMALL + 1):
         queue.add(_info(f"o{i}"), 1, 10, _ignore, 0)
     offered = queue.take(0)
     assert queue.overdue(9.9) == []
-    assert [item.object.name for item in queue.overdue(10)] == [f"o{MAX_OFFER_OBJECTS}"]
+    assert [item.object.name for item in queue.overdue(10)] == [f"o{MAX_OFFER_SMALL}"]
     queue.progressed(offered[0], 5)
     assert queue.overdue(10) == []

@@ -11,9 +11,11 @@ import pytest
 from cluster import MIB, Cluster
 
 from replicator.agent import landing
+from replicator.agent.batches import retrieved
 from replicator.agent.core import AgentCore, build_core
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
+from replicator.agent.takings import Taking
 from replicator.config import AgentConfig
 from replicator.decide.types import ObjectSource
 from replicator.errors import CorruptObjectError, ReplicationError, StoreFullError, TransferError
@@ -22,6 +24,7 @@ from replicator.store import Store
 from replicator.store.paths import open_root
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
+from replicator.wire import source_to_pb
 
 ME = NodeAddress(NodeIdentity("me", 9), "127.0.0.1:1")
 
@@ -56,7 +59,10 @@ def _source(info: ObjectInfo, *node_ids: str) -> ObjectSource:
 
 async def _retrieve(core: AgentCore, info: ObjectInfo, *node_ids: str):  # type: ignore[no-untyped-def]
     version = info.object.version
-    return [event async for event in core.puller.retrieve(version, [_source(info, *node_ids)], 2.0)][-1]
+    event = [event async for event in core.puller.retrieve(version, [_source(info, *node_ids)], 2.0)][-1]
+    if event.done_many.names:
+        (event,) = retrieved(event.done_many, [source_to_pb(_source(info, *node_ids))])
+    return event
 
 
 async def test_a_large_object_comes_from_all_its_holders_at_once(
@@ -114,7 +120,8 @@ async def test_joining_a_pull_that_fails_is_not_the_end_for_who_has_another_sour
     """An owner that is gone offered the object; the trainer knows a better source."""
     info = _replicated(three, b"x" * 100_000)
     nobody = NodeAddress(NodeIdentity("n0", 1), "127.0.0.1:1")
-    taking = core.puller.take(info, nobody, 2.0)
+    (taking,) = core.puller.take([info], nobody, 2.0)
+    assert isinstance(taking, Taking)
     event = await _retrieve(core, info, "n1")
     assert event.done, event
     assert event.source_node_id == "n1"
@@ -133,14 +140,16 @@ async def test_what_does_not_fit_is_an_error_and_leaves_nothing(core: AgentCore,
     core.store.client_gone("ab")
 
 
+@pytest.mark.parametrize("size", [100_000, MIB])
 async def test_a_container_that_is_dropped_while_it_is_pulled_does_not_come_back(
-    core: AgentCore, three: Cluster, monkeypatch: pytest.MonkeyPatch
+    core: AgentCore, three: Cluster, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """F48: looked at again right before the object would get its name."""
-    info = _replicated(three, b"x" * 100_000)
+    info = _replicated(three, b"x" * size)
     answers = iter(["", "", "it was dropped here: superseded"])
     monkeypatch.setattr(core.retention, "refusal", lambda version: next(answers))
-    taking = core.puller.take(info, three.nodes[0].address, 2.0)
+    (taking,) = core.puller.take([info], three.nodes[0].address, 2.0)
+    assert isinstance(taking, Taking)
     with pytest.raises(ReplicationError, match="dropped"):
         await taking.task
     assert core.store.get(info.object) is None
@@ -204,7 +213,7 @@ async def test_reads_at_a_time_are_bounded(core: AgentCore, three: Cluster, monk
 async def test_a_source_that_lies_about_its_blocks_is_not_believed(
     core: AgentCore, three: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = _replicated(three, b"x" * 100_000)
+    info = _replicated(three, b"x" * MIB)
     monkeypatch.setattr("replicator.native.combine_blocks", lambda *given: 0)
     event = await _retrieve(core, info, "n0", "n1")
     assert event.error_kind == CorruptObjectError.__name__
