@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def test_what_the_image_copies_is_enough_to_build(tmp_path: Path) -> None:
             else:
                 (tmp_path / "src").mkdir(exist_ok=True)
                 shutil.copy(SOURCE / source, tmp_path / "src")
-    pip = [shutil.which("python") or "python3", "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     made = subprocess.run(
         [*pip, "--wheel-dir", str(tmp_path), str(tmp_path / "src")], capture_output=True, text=True, timeout=280
     )
