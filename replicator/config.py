@@ -26,6 +26,8 @@ from replicator.ids import validate_node_id
 ENV_PREFIX = "REPLICATOR_"
 # Read by the trainer's library (replicator.client), not by the agent.
 CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET"})
+AUTO_BYTES = -1
+"""Of a size that may be `auto`."""
 MIN_SERVE_LIMIT = 1 << 20
 _SIZE_UNITS = {
     "": 1,
@@ -67,6 +69,22 @@ class AgentConfig:
     budget_bytes: int = field(
         default=0,
         metadata={"help": "bytes the store may take; 0: 90% of what the mount and cgroup leave", "size": True},
+    )
+    prefault_bytes: int = field(
+        default=0,
+        metadata={
+            "help": "memory to touch ahead of pulls while idle; auto: as much as the largest container; 0: none",
+            "size": True,
+            "auto": True,
+        },
+    )
+    prefault_segment_bytes: int = field(
+        default=256 << 20,
+        metadata={"help": "of it, size of what is for objects of unknown size", "size": True},
+    )
+    prefault_max_pressure: float = field(
+        default=20.0,
+        metadata={"help": "percent of time in which processes wait for a CPU, above which no memory is touched ahead"},
     )
     keep_last: int = field(default=2, metadata={"help": "protected containers of a job to keep, at least 1"})
     lane: str = field(default="auto", metadata={"help": "auto, bulk or grpc", "choices": ("auto", "bulk", "grpc")})
@@ -126,6 +144,11 @@ class AgentConfig:
         _at_least("replicas", self.replicas, 0)
         _at_least("keep_last", self.keep_last, 1)
         _at_least("budget_bytes", self.budget_bytes, 0)
+        if self.prefault_bytes != AUTO_BYTES:
+            _at_least("prefault_bytes", self.prefault_bytes, 0)
+        _at_least("prefault_segment_bytes", self.prefault_segment_bytes, 1 << 20)
+        if not 0 <= self.prefault_max_pressure <= 100:
+            raise ConfigError(f"prefault_max_pressure: expected 0..100 percent, found {self.prefault_max_pressure}")
         _at_least("connections_per_peer", self.connections_per_peer, 1)
         _at_least("idle_exit_s", self.idle_exit_s, 0)
         if not 0.1 <= self.deadline_s <= 86400:
@@ -273,6 +296,9 @@ def _convert(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
             raise ConfigError(f"{origin}: unknown setting {key!r}{hint}")
+        if value == "auto" and known[key].metadata.get("auto"):
+            result[key] = AUTO_BYTES
+            continue
         result[key] = _coerce(key, value, types[key], bool(known[key].metadata.get("size")), origin)
     return result
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicator.config import AgentConfig, load_config, parse_cpus, parse_size, split_address
+from replicator.config import AUTO_BYTES, AgentConfig, load_config, parse_cpus, parse_size, split_address
 from replicator.errors import ConfigError
 
 FIELDS = [item.name for item in dataclasses.fields(AgentConfig)]
@@ -26,6 +26,9 @@ SAMPLES: dict[str, Any] = {
     "peers": ("10.0.0.1:7070", "[fd00::1]:7070"),
     "replicas": 2,
     "budget_bytes": 1 << 30,
+    "prefault_bytes": 1 << 32,
+    "prefault_segment_bytes": 1 << 30,
+    "prefault_max_pressure": 50.0,
     "keep_last": 3,
     "lane": "grpc",
     "connections_per_peer": 4,
@@ -289,3 +292,13 @@ def test_a_limit_that_would_look_like_a_stall_is_refused() -> None:
     for wrong in (-1, 1, (1 << 20) - 1):
         with pytest.raises(ConfigError, match="serve_limit_bytes_per_s"):
             AgentConfig(serve_limit_bytes_per_s=wrong)
+
+
+def test_memory_ahead_of_need() -> None:
+    for flags in ({"prefault_bytes": "auto"}, {"prefault_bytes": AUTO_BYTES}):
+        assert load_config(flags=flags, environ={}).prefault_bytes == AUTO_BYTES
+    for name, wrong in (("prefault_bytes", -2), ("prefault_segment_bytes", 0), ("prefault_max_pressure", 101.0)):
+        with pytest.raises(ConfigError, match=name):
+            AgentConfig(**{name: wrong})
+    with pytest.raises(ConfigError, match="size like"):
+        load_config(flags={"budget_bytes": "auto"}, environ={})

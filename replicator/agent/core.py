@@ -25,6 +25,7 @@ from replicator.agent.manifests import Manifests
 from replicator.agent.packed import Packer
 from replicator.agent.peer_service import PeerService
 from replicator.agent.peers import PeerDirectory
+from replicator.agent.prefault import Prefaulter
 from replicator.agent.puller import Puller
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
@@ -75,6 +76,7 @@ class AgentCore:
     peers: PeerDirectory
     manifests: Manifests
     retention: Retention
+    prefaulter: Prefaulter
     puller: Puller
     replicator: Replicator
     committer: Committer
@@ -94,6 +96,7 @@ class AgentCore:
         """Take up again what was unfinished when the last agent of this store ended. Does not wait for peers."""
         self.store.on_pressure = self.retention.on_pressure
         self._spawn(self._take_up(), "taking up unfinished work")
+        self._spawn(self.prefaulter.run(), "touching memory ahead of need")
         if self.peers.discovery.names:
             seconds = self.config.deadline_s
             self._spawn(self.peers.discovery.run(seconds, self.config.rpc_deadline_s), "looking up configured peers")
@@ -103,6 +106,7 @@ class AgentCore:
         if self._closed:
             return
         self._closed = True
+        self.prefaulter.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -167,6 +171,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         )
         bulk.start()
     landing = Landing(config, client_id, store, opener, lanes, counters)
+    prefaulter = Prefaulter(config, client_id, store, landing, counters)
     packer = Packer(config, store, peers, opener, landing, counters)
     puller = Puller(config, address, client_id, store, opener, landing, packer, retention, counters)
     replicator = Replicator(config, address, store, jobs, peers, counters)
@@ -187,6 +192,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         peers=peers,
         manifests=manifests,
         retention=retention,
+        prefaulter=prefaulter,
         puller=puller,
         replicator=replicator,
         committer=committer,

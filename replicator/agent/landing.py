@@ -221,6 +221,10 @@ class Landing:
         log.error("a local object is set aside and never offered again", extra=fields(one, reason=reason))
         await asyncio.to_thread(self._store.quarantine, one, reason)
 
+    def keep(self, mapped: MappedSegment) -> None:
+        """A segment that was made ahead of need stays mapped. May be called in any thread."""
+        self._mappings.keep(mapped)
+
     async def close(self) -> None:
         """Close the lanes, and give up what the agent holds as a client of its store."""
         for lane in self._lanes.values():

@@ -73,6 +73,11 @@ def map_file(fd: int, length: int, writable: bool) -> memoryview:
     return view if writable else view.toreadonly()
 
 
+def advise(address: int, length: int, advice: int) -> int:
+    """madvise(2), with the GIL released; 0 or the error number."""
+    return 0 if _libc.madvise(address, length, advice) == 0 else ctypes.get_errno()
+
+
 def _end(pid: int, address: int, length: int, fd: int) -> None:
     if os.getpid() == pid:
         _libc.munmap(address, length)

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,11 @@ class Recycled:
     capacity: int
 
 
+def fits(capacity: int, wanted: int) -> bool:
+    """Whether a free segment of this capacity serves a request."""
+    return wanted <= capacity <= int(wanted * _FIT) + _FIT_SLACK
+
+
 class Shelves:
     """Free segments by client and capacity, so that thousands of small ones cost no more to look through than a few."""
 
@@ -63,6 +68,22 @@ class Shelves:
             del self._shelves[client_id, capacity]
         self.bytes -= capacity
         return segment
+
+    def take_one(self, client_id: str, capacity: int, inodes: Container[int]) -> Recycled | None:
+        """One of these from the shelf; None when there is none."""
+        shelf = self._shelves.get((client_id, capacity), {})
+        for name, segment in shelf.items():
+            if segment.inode in inodes:
+                del shelf[name]
+                if not shelf:
+                    del self._shelves[client_id, capacity]
+                self.bytes -= capacity
+                return segment
+        return None
+
+    def of(self, client_id: str) -> list[Recycled]:
+        """All of one client."""
+        return [one for (owner, _), shelf in self._shelves.items() if owner == client_id for one in shelf.values()]
 
     def owners(self) -> set[str]:
         return {owner for owner, _ in self._shelves}
@@ -88,6 +109,18 @@ class Doomed:
             self.path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Surplus:
+    """A file of which only the beginning is needed; the rest is given back without the lock."""
+
+    path: Path
+    capacity: int
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.path, self.capacity)
+
+
 class SegmentPool:
     """Not thread-safe; `Store` locks.
 
@@ -105,7 +138,9 @@ class SegmentPool:
         self._free = Shelves()
         self._reserved: dict[str, Reservation] = {}
         self.reserved_bytes = 0
-        self.doomed: list[Doomed] = []
+        self.doomed: list[Doomed | Surplus] = []
+        # Segments made ahead of need for objects of any size, by inode.
+        self._blank: set[int] = set()
 
     @property
     def free_bytes(self) -> int:
@@ -136,7 +171,36 @@ class SegmentPool:
             reservation = Reservation(name.text, segment.inode, segment.capacity)
             self.add(reservation)
             return reservation
+        return self._take_blank(client_id, capacity)
+
+    def _take_blank(self, client_id: str, capacity: int) -> Reservation | None:
+        """The beginning of a segment that was made for an object of any size."""
+        for owner, size in self._free.sizes(client_id, capacity) if self._blank else ():
+            if owner != client_id:
+                break
+            segment = self._free.take_one(owner, size, self._blank)
+            if segment is None:
+                continue
+            self._blank.discard(segment.inode)
+            name = SegmentName.new(client_id)
+            path = self._paths.segments / name.text
+            rename_new(self._paths.segments / segment.name.text, path)
+            self.doomed.append(Surplus(path, capacity))
+            reservation = Reservation(name.text, segment.inode, capacity)
+            self.add(reservation)
+            return reservation
         return None
+
+    def stock(self, path: Path, client_id: str, blank: bool) -> None:
+        """A new file is a free segment of a client from now on. `blank`: for objects of any size that it can hold."""
+        found = path.stat()
+        if blank:
+            self._blank.add(found.st_ino)
+        self._set_free(path, client_id, found.st_ino, found.st_size)
+
+    def free_of(self, client_id: str) -> list[Recycled]:
+        """Free segments that a client wrote last, or that were made for it."""
+        return self._free.of(client_id)
 
     def lend(self, client_id: str, capacity: int) -> Recycled | None:
         """Like `take`, for a small object that the caller writes at once: the file keeps its name until it is sealed.
@@ -155,6 +219,7 @@ class SegmentPool:
             if owner != client_id and self._is_alive(owner):
                 continue
             while (segment := self._free.take(owner, size)) is not None:
+                self._blank.discard(segment.inode)
                 yield segment
 
     def add(self, reservation: Reservation) -> None:
@@ -231,17 +296,22 @@ class SegmentPool:
         rename_new(path, self._paths.segments / name.text)
         self._free.put(Recycled(name, inode, size))
 
-    def trim(self, wanted: int) -> int:
+    def trim(self, wanted: int, only: Callable[[str], bool] = lambda client_id: True) -> int:
         """Give up free segments until `wanted` bytes are gained or none is left; bytes gained.
 
         Those of the dead go first, for nobody has them mapped, and small ones before large ones.
+
+        Args:
+            only: whether those of a client may go.
         """
         if wanted <= 0:
             return 0
         gained = 0
-        alive = {owner: self._is_alive(owner) for owner in self._free.owners()}
-        for owner, size in sorted(self._free.sizes("", 0), key=lambda shelf: (alive[shelf[0]], shelf[1])):
+        alive = {owner: self._is_alive(owner) for owner in self._free.owners() if only(owner)}
+        shelves = [shelf for shelf in self._free.sizes("", 0) if shelf[0] in alive]
+        for owner, size in sorted(shelves, key=lambda shelf: (alive[shelf[0]], shelf[1])):
             while gained < wanted and (segment := self._free.take(owner, size)) is not None:
+                self._blank.discard(segment.inode)
                 self._doom(self._paths.segments / segment.name.text, unread=True)
                 gained += segment.capacity
         return gained

@@ -98,6 +98,15 @@ class MappedSegment:
         """Whether the file still has a name: what has none is not going to be used again."""
         return os.fstat(self._fd).st_nlink > 0
 
+    def cut(self, capacity: int) -> None:
+        """The file was cut to its first `capacity` bytes, and so is `view`."""
+        self.view = self.view[:capacity]
+        self.capacity = capacity
+
+    def allocate(self, offset: int, length: int) -> None:
+        """Have memory for a part of the file. Raises OSError when the file system is full."""
+        os.posix_fallocate(self._fd, offset, length)
+
     @contextlib.contextmanager
     def kept_at(self, path: Path) -> Iterator[None]:
         """For who writes on behalf of another process, which may die meanwhile: until the end of the block the memory
@@ -133,7 +142,7 @@ class MappingCache:
         self._lock = threading.Lock()
 
     def get(self, name: str, inode: int, capacity: int) -> MappedSegment:
-        """The mapping of a segment that was reserved for this process; made when there is none.
+        """The mapping of a segment of `capacity` bytes that was reserved for this process; made when there is none.
 
         Also lets go of mappings whose files were removed.
 
@@ -149,8 +158,16 @@ class MappingCache:
                 found = f"inode {mapped.inode} of {mapped.capacity} bytes"
                 raise SegmentError(f"expected segment {name} with inode {inode} of {capacity} bytes, found {found}")
             mapped.name = name
+            if mapped.capacity > capacity:
+                mapped.cut(capacity)
             self._keep(mapped)
             return mapped
+
+    def keep(self, mapped: MappedSegment) -> None:
+        """Take over the mapping of a segment that was made ahead of need."""
+        with self._lock:
+            self._drop_unlinked()
+            self._keep(mapped)
 
     def _map(self, name: str) -> MappedSegment:
         try:

@@ -29,13 +29,14 @@ from replicator.store.index import Index
 from replicator.store.ingest import Batch, Item
 from replicator.store.mounts import cgroup_limit, free_bytes, room_for, settle_budget
 from replicator.store.paths import StorePaths, check_client_id
-from replicator.store.pool import Doomed, Reservation, SegmentPool
+from replicator.store.pool import Doomed, Recycled, Reservation, SegmentPool, Surplus
 from replicator.store.publish import publish
 from replicator.store.quarantine import Quarantine, move_away
 from replicator.store.reader import open_object
 from replicator.store.rebuild import RebuildReport, rebuild
 from replicator.store.records import JobState, Records, remove_empty
-from replicator.store.segment import create_segment
+from replicator.store.segment import MappedSegment, create_segment
+from replicator.store.stock import Fault, Stocking, new_file
 from replicator.store.trailer import PAGE, ObjectInfo
 
 logger = logging.getLogger("replicator.store")
@@ -92,6 +93,7 @@ class Store:
         self._quarantine = Quarantine(paths)
         self._in_flight = 0
         self._gone: dict[str, None] = {}
+        self.stocking = Stocking()
 
     def _new_pool(self) -> SegmentPool:
         return SegmentPool(
@@ -138,7 +140,7 @@ class Store:
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Hold the lock; after it, remove the files that were given up meanwhile. Not to be nested."""
-        doomed: list[Doomed] = []
+        doomed: list[Doomed | Surplus] = []
         try:
             with self._lock:
                 try:
@@ -162,12 +164,15 @@ class Store:
         if capacity <= 0:
             raise SegmentError(f"expected a capacity of 1 byte or more, found {capacity}")
         capacity = -(-capacity // PAGE) * PAGE
+        self.stocking.demanded()
         for attempt in range(_PRESSURE_ROUNDS + 1):
             found, lacking = self._take(client_id, capacity)
             if found is not None:
                 return found
             if lacking <= 0:
                 return self._create(client_id, capacity)
+            if self.stocking.give_way():
+                continue
             if attempt == _PRESSURE_ROUNDS or capacity > self._budget or self.on_pressure(lacking) <= 0:
                 break
         # Another thread may have made room meanwhile.
@@ -224,6 +229,7 @@ class Store:
 
     def _make_room(self, client_id: str, capacity: int) -> Reservation | None:
         """Give up what the file system may get back; a free segment that came of it and fits."""
+        self.stocking.give_way()
         with self._changing():
             gained = self._pool.trim(capacity)
             gained += self._quarantine.trim(capacity - gained)
@@ -277,6 +283,7 @@ class Store:
     def _fund(self, client_id: str, batch: Batch) -> None:
         """Free segments and budget for the objects of a batch; some of them are refused when there is not enough."""
         rounds = _PRESSURE_ROUNDS
+        self.stocking.demanded()
         while True:
             with self._changing():
                 before = batch.claimed
@@ -288,18 +295,65 @@ class Store:
                 if lacking <= 0 or rounds == 0:
                     self._in_flight += batch.fund(needed - max(lacking, 0))
                     break
-            rounds = rounds - 1 if self.on_pressure(lacking) > 0 else 0
+            if not self.stocking.give_way():
+                rounds = rounds - 1 if self.on_pressure(lacking) > 0 else 0
         if batch.is_short:
             batch.refuse(self._full(needed))
 
     def _relieve(self, wanted: int) -> None:
         """Give up what the file system may get back."""
+        self.stocking.give_way()
         with self._changing():
             gained = self._pool.trim(wanted)
             gained += self._quarantine.trim(wanted - gained)
         if gained < wanted and self.on_pressure(wanted - gained) > 0:
             with self._changing():
                 self._pool.trim(wanted - gained)
+
+    # -- ahead of need
+
+    def stock(self, client_id: str, capacity: int, fault: Fault, blank: bool) -> bool:
+        """Make a free segment for a living client ahead of need, within the budget, which nobody else needs now.
+
+        Whoever reserves meanwhile stops it, and gets the room. One thread at a time.
+
+        Args:
+            fault: touches the segment's pages, and keeps its mapping when it has touched all.
+            blank: the segment may serve any object that it can hold, and is cut to its size then.
+
+        Returns:
+            Whether it was made. If not, nothing is left of it.
+
+        Raises:
+            StoreError: it cannot be made; the file system is full, for instance.
+        """
+        capacity = -(-capacity // PAGE) * PAGE
+        with self._changing():
+            lacking = self._used() + self._in_flight + capacity - self._budget
+            # What earlier agents have left is not mapped by anybody.
+            lacking -= self._pool.trim(lacking, lambda owner: owner.startswith("agent-") and owner != client_id)
+            if lacking > 0 or free_bytes(self.paths.root) < capacity:
+                return False
+            self._in_flight += capacity
+            self.stocking.begin()
+        try:
+            with new_file(self.paths, capacity) as path:
+                if not fault(MappedSegment(path, path.name), self.stocking.is_stopped):
+                    return False
+                with self._lock:
+                    self._pool.stock(path, client_id, blank)
+                return True
+        except OSError as error:
+            raise StoreError(f"cannot touch {capacity} bytes ahead of need: {error.strerror}") from None
+        finally:
+            with self._lock:
+                self._in_flight -= capacity
+            self.stocking.end()
+
+    def free_segments(self, client_id: str) -> list[Recycled]:
+        """Free segments that go to this client before any other."""
+        with self._lock:
+            return self._pool.free_of(client_id)
 
     def release(self, client_id: str, segment: str) -> None:
         """End a reservation without an object. Idempotent.
