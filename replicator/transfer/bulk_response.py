@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import h11
 
@@ -35,11 +36,17 @@ def set_send_timeout(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, max(micro, 0 if whole else 1)))
 
 
-def answer(sock: socket.socket, http: h11.Connection, request: h11.Request, open_object: OpenObject) -> bool:
-    """Answer one request. True when the connection can take another one; False when it must be closed."""
+def answer(
+    sock: socket.socket, http: h11.Connection, request: h11.Request, open_object: OpenObject, held: ExitStack
+) -> bool:
+    """Answer one request. True when the connection can take another one; False when it must be closed.
+
+    An object whose bytes were sent stays open in `held`: what is on its way still lies in the object's own memory
+    (`sendfile` copies nothing), which must not be recycled before the client has read it.
+    """
     try:
         try:
-            _answer_object(sock, http, bulk_http.parse_request(request), open_object)
+            _answer_object(sock, http, bulk_http.parse_request(request), open_object, held)
         except (RefusedError, ReplicatorError, OSError) as error:
             if http.our_state is not h11.SEND_RESPONSE:
                 raise
@@ -64,9 +71,11 @@ def _refusal_for(error: Exception) -> RefusedError:
     return RefusedError(500, str(error))
 
 
-def _answer_object(sock: socket.socket, http: h11.Connection, request: ObjectRequest, open_object: OpenObject) -> None:
-    # The object stays open, and so its shared lock held, until its last byte is in the kernel's hands.
-    with open_object(request.ticket) as served:
+def _answer_object(
+    sock: socket.socket, http: h11.Connection, request: ObjectRequest, open_object: OpenObject, held: ExitStack
+) -> None:
+    with ExitStack() as opened:
+        served = opened.enter_context(open_object(request.ticket))
         size = served.info.size
         found = str(served.info.object)
         if request.expected_object and request.expected_object != found:
@@ -78,6 +87,7 @@ def _answer_object(sock: socket.socket, http: h11.Connection, request: ObjectReq
         if request.is_head or length == 0:
             sock.sendall(head)
         else:
+            held.push(opened.pop_all())
             sock.sendall(head, socket.MSG_MORE)
             http.send_with_data_passthrough(h11.Data(data=_FilePart(length)))  # type: ignore[arg-type]
             send_file(sock, served.fd, offset, length)

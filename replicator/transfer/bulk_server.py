@@ -70,6 +70,13 @@ class _Connection:
     in_head: bool = False
     draining: bool = False
     request: h11.Request | None = None
+    # Objects whose bytes the client may not have read yet. Its next request, or its end of the connection, shows
+    # that it has; a client that sends requests ahead is answered all the same, and checks what it reads.
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def close(self) -> None:
+        self.sock.close()
+        self.held.close()
 
 
 class BulkServer:
@@ -155,7 +162,7 @@ class BulkServer:
         ended, _ = wait(self._answering.values(), timeout=_STOP_S)
         for connection, future in self._answering.items():
             if future in ended:
-                connection.sock.close()
+                connection.close()
 
     # -- the thread that accepts and reads
 
@@ -284,7 +291,7 @@ class BulkServer:
         except (OSError, h11.LocalProtocolError):
             drain = False
         if not drain:
-            connection.sock.close()
+            connection.close()
             return
         self._wait(connection)
         connection.draining = True
@@ -292,7 +299,7 @@ class BulkServer:
 
     def _close(self, connection: _Connection) -> None:
         self._stop_waiting(connection)
-        connection.sock.close()
+        connection.close()
 
     def _expire(self, now: float) -> None:
         for connection in [one for one in self._waiting if one.deadline <= now]:
@@ -318,8 +325,11 @@ class BulkServer:
         keep = False
         try:
             assert connection.request is not None
+            connection.held.close()
             with self._serve_limit.sending(PacedSocket(connection.sock)):
-                keep = bulk_response.answer(connection.sock, connection.http, connection.request, self._open_object)
+                keep = bulk_response.answer(
+                    connection.sock, connection.http, connection.request, self._open_object, connection.held
+                )
         except Exception:
             log.exception("bulk lane: a request failed")
         finally:
@@ -335,11 +345,22 @@ class BulkServer:
                 self._wait(connection)
                 self._advance(connection)  # it may have sent the next request already
             else:
-                connection.sock.close()
+                self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        """Say that no more comes, and close when the client has read what is on its way, or takes too long."""
+        try:
+            connection.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            connection.close()
+            return
+        self._wait(connection)
+        connection.draining = True
+        connection.deadline = time.monotonic() + self._limits.send_s
 
     def _close_all(self) -> None:
         for connection in [*self._waiting, *self._queue]:
-            connection.sock.close()
+            connection.close()
         for connection in self._answering:
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that sends

@@ -328,27 +328,49 @@ def test_a_slow_reader_is_not_given_up(serve: Serve) -> None:
 # -- the object while it is served, and the end
 
 
+def is_locked(peer: Peer, info: ObjectInfo) -> bool:
+    """Whether the recycler would leave the object alone."""
+    fd = os.open(peer.path(info), os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+def test_the_lock_is_held_until_the_client_has_read(peer: Peer, connection: str) -> None:
+    """The tenth promise: sent bytes are the object's own memory until they are read; nothing copies them before."""
+    info = peer.add("object", some_bytes(64 << 10))
+    other = peer.add("other", b"x")
+    with connect(peer) as sock:
+        sock.sendall(raw_request(peer, info, f"Connection: {connection}"))
+        arrived = len(sock.recv(1 << 20, socket.MSG_PEEK))
+        while arrived < info.size:
+            arrived = len(sock.recv(arrived + 1, socket.MSG_PEEK | socket.MSG_WAITALL))
+        with connect(peer) as second:
+            second.sendall(raw_request(peer, other, "Connection: close"))
+            assert read_all(second).endswith(b"x")
+        assert is_locked(peer, info)
+        if connection == "keep-alive":
+            sock.sendall(raw_request(peer, other, "Connection: close"))
+        assert len(read_all(sock)) > info.size
+    assert eventually(lambda: not is_locked(peer, info))
+
+
 def test_the_lock_is_held_while_serving(peer: Peer) -> None:
     """Decision 11: the recycler cannot take the object's memory from under the send."""
     info = peer.add("object", some_bytes(1 << 20) * 64)
 
-    def is_locked() -> bool:
-        fd = os.open(peer.path(info), os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
-
     with connect(peer) as sock:
         sock.sendall(raw_request(peer, info, "Connection: close"))
         assert sock.recv(1000)
-        assert is_locked()
+        assert is_locked(peer, info)
         received = sum(len(piece) for piece in iter(lambda: sock.recv(1 << 20), b""))
         assert received > info.size - 1000
-    assert eventually(lambda: not is_locked())
+    assert eventually(lambda: not is_locked(peer, info))
 
 
 def test_an_object_that_cannot_be_opened(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
