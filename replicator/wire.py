@@ -6,6 +6,7 @@ InvalidIdError and the reason, before anything acts on it (F38). Sizes are bytes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -141,7 +142,13 @@ def version_to_pb(version: ContainerVersion) -> types_pb2.ContainerRef:
 
 def version_from_pb(ref: types_pb2.ContainerRef) -> ContainerVersion:
     """Raises InvalidIdError."""
-    return ContainerVersion(CheckpointContainerId(ref.job, ref.step), ref.generation)
+    return _version(ref.job, ref.step, ref.generation)
+
+
+@functools.lru_cache(maxsize=256)
+def _version(job: str, step: int, generation: int) -> ContainerVersion:
+    """Thousands of objects have the same one."""
+    return ContainerVersion(CheckpointContainerId(job, step), generation)
 
 
 def object_to_pb(one: ObjectVersion) -> types_pb2.ObjectRef:

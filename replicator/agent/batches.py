@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from replicator.agent.offers import Pending, Report
+from replicator.errors import ReplicatorError
+from replicator.ids import ContainerVersion
 from replicator.v1 import local_pb2, types_pb2
+from replicator.wire import object_to_pb, version_to_pb
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -24,6 +28,41 @@ class Reporter:
             self.send(self.client_id, local_pb2.AttachEvent(replication=event))
         else:
             self.send(self.client_id, local_pb2.AttachEvent(replicated=event))
+
+
+def made(
+    buddy: str, items: Sequence[Pending], lane: str, now: float
+) -> Iterator[tuple[Report, local_pb2.ReplicatedObjects]]:
+    """Copies that were made: for each who asked, many in one event."""
+    told: dict[tuple[Report, ContainerVersion], list[Pending]] = {}
+    for item in items:
+        for outcome in item.outcomes:
+            told.setdefault((outcome, item.object.version), []).append(item)
+    for (report, version), copies in told.items():
+        yield (
+            report,
+            local_pb2.ReplicatedObjects(
+                container=version_to_pb(version),
+                buddy_node_id=buddy,
+                lane=lane,
+                names=[item.object.name for item in copies],
+                size_bytes=[item.info.size for item in copies],
+                crc32c=[item.info.crc32c for item in copies],
+                duration_ms=[int((now - item.asked_at) * 1000) for item in copies],
+            ),
+        )
+
+
+def failed(buddy: str, item: Pending, error: ReplicatorError, now: float) -> local_pb2.ReplicationEvent:
+    """A copy that was not made."""
+    return local_pb2.ReplicationEvent(
+        object=object_to_pb(item.object),
+        buddy_node_id=buddy,
+        ok=False,
+        duration_ms=int((now - item.asked_at) * 1000),
+        error_kind=error.kind,
+        error_message=str(error),
+    )
 
 
 def replications(many: local_pb2.ReplicatedObjects) -> Iterator[local_pb2.ReplicationEvent]:

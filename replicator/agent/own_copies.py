@@ -74,7 +74,7 @@ class OwnCopies:
         mine = self._of_this_node(manifest)
         if not mine:
             return
-        missing = [one for one in (version.object(held.name) for held in mine) if not self._is_acknowledged(one)]
+        missing = self._missing(version, mine)
         if missing:
             self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
         elif again or version not in self._reported:
@@ -85,8 +85,8 @@ class OwnCopies:
         self._replicator.forget(version)
         self._reported.pop(version, None)
 
-    def _is_acknowledged(self, one: ObjectVersion) -> bool:
-        return self._replicator.acknowledged(one)
+    def _missing(self, version: ContainerVersion, held: Sequence[HeldObject]) -> list[ObjectVersion]:
+        return self._replicator.unacknowledged(version, (one.name for one in held))
 
     def _of_this_node(self, manifest: Manifest) -> list[HeldObject]:
         return [
@@ -99,7 +99,7 @@ class OwnCopies:
         manifest = self._manifests.get(version)
         if manifest is None or self._store.is_protected(version):
             return
-        if all(self._is_acknowledged(version.object(held.name)) for held in self._of_this_node(manifest)):
+        if not self._missing(version, self._of_this_node(manifest)):
             self.check(version)
 
     async def _report(self, manifest: Manifest, held: Sequence[HeldObject]) -> None:
@@ -111,7 +111,7 @@ class OwnCopies:
             # A buddy that was replaced meanwhile has nothing any more: then its copies are made again first.
             job = version.container.job
             await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job).node_ids))
-            if not all(self._is_acknowledged(version.object(one.name)) for one in held):
+            if self._missing(version, held):
                 return
             for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
                 await self._tell(manifest, held[start : start + OBJECTS_PER_INVENTORY_MESSAGE])

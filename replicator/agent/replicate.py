@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from replicator.agent import batches
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
@@ -38,9 +39,7 @@ from replicator.wire import (
     info_to_pb,
     node_address_to_pb,
     object_from_pb,
-    object_to_pb,
     sender_to_pb,
-    version_to_pb,
 )
 
 MAX_PENDING = 1 << 17
@@ -135,16 +134,21 @@ class Replicator:
         except ReplicatorError as error:
             log.warning("objects cannot be offered to the buddies", extra={"objects": len(due), "reason": error})
 
-    def acknowledged(self, one: ObjectVersion) -> bool:
-        """Whether every buddy of this node, as it is there now, said that it verified and sealed the object.
+    def unacknowledged(self, version: ContainerVersion, names: Iterable[str]) -> list[ObjectVersion]:
+        """Objects of which not every buddy of this node, as it is there now, said that it verified and sealed them.
 
-        Not while this node is no member of the job, as after it lost what it knew of it: its buddies are unknown then.
+        All, while this node is no member of the job, as after it lost what it knew of it: its buddies are unknown then.
         """
-        job = one.version.container.job
-        acks = self._acks.get(one.version, {})
-        return self._jobs.is_member(job) and all(
-            (one.name, buddy) in acks for buddy in self._jobs.buddies(job).node_ids
-        )
+        job = version.container.job
+        if not self._jobs.is_member(job):
+            return [version.object(name) for name in names]
+        acks = self._acks.get(version, {})
+        buddies = self._jobs.buddies(job).node_ids
+        return [version.object(name) for name in names if any((name, buddy) not in acks for buddy in buddies)]
+
+    def acknowledged(self, one: ObjectVersion) -> bool:
+        """Whether every buddy has the object. See `unacknowledged`."""
+        return not self.unacknowledged(one.version, (one.name,))
 
     def forget(self, version: ContainerVersion) -> None:
         """Nobody needs to know any more who acknowledged objects of this container."""
@@ -307,7 +311,8 @@ class Replicator:
             self._acks.popitem(last=False)
         self._counters.add("replicas_made", len(items))
         self._counters.add("replica_bytes", size if lane else 0)
-        self._tell_made(queue.buddy, items, lane, now)
+        for report, event in batches.made(queue.buddy, items, lane, now):
+            self._report(report, event)
         for version in versions:
             self.on_acknowledged(version)
 
@@ -345,33 +350,8 @@ class Replicator:
         log.warning("a replica was not made", extra=fields(item.object, buddy=queue.buddy, reason=verdict))
         self._tell_failed(queue.buddy, item, verdict, now)
 
-    def _tell_made(self, buddy: str, items: Sequence[Pending], lane: str, now: float) -> None:
-        """Copies that were made: to each who asked, many at a time."""
-        told: dict[tuple[Report, ContainerVersion], list[Pending]] = {}
-        for item in items:
-            for outcome in item.outcomes:
-                told.setdefault((outcome, item.object.version), []).append(item)
-        for (report, version), made in told.items():
-            event = local_pb2.ReplicatedObjects(
-                container=version_to_pb(version),
-                buddy_node_id=buddy,
-                lane=lane,
-                names=[item.object.name for item in made],
-                size_bytes=[item.info.size for item in made],
-                crc32c=[item.info.crc32c for item in made],
-                duration_ms=[int((now - item.asked_at) * 1000) for item in made],
-            )
-            self._report(report, event)
-
     def _tell_failed(self, buddy: str, item: Pending, error: ReplicatorError, now: float) -> None:
-        event = local_pb2.ReplicationEvent(
-            object=object_to_pb(item.object),
-            buddy_node_id=buddy,
-            ok=False,
-            duration_ms=int((now - item.asked_at) * 1000),
-            error_kind=error.kind,
-            error_message=str(error),
-        )
+        event = batches.failed(buddy, item, error, now)
         for outcome in item.outcomes:
             self._report(outcome, event)
 
