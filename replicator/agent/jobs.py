@@ -173,7 +173,7 @@ class Jobs:
             known = len(asked)
             found: dict[str, EpochAnswer] = {}
             opened = 0
-            for _ in range(_OPEN_ROUNDS):
+            for attempt in range(_OPEN_ROUNDS):
                 found = await self._ask_all(ask, job, asked)
                 highest = max([0, *(answer.highest_epoch for answer in found.values())])
                 if opened and opened == self.epoch(job) > highest:
@@ -187,7 +187,8 @@ class Jobs:
                 # least the later one hears of the other.
                 asked = {address: (node, deadline_s / 4) for address, (node, _) in asked.items() if address in found}
                 if asked:
-                    await asyncio.sleep(random.random() * _OPEN_JITTER_S)
+                    # Longer each time: until one of them can write and ask while the others wait.
+                    await asyncio.sleep(random.random() * min(_OPEN_JITTER_S * 2**attempt, deadline_s / 4))
             else:
                 raise StaleEpochError(
                     f"job {job}: other incarnations opened it at the same time, {_OPEN_ROUNDS} times in a row; let "
