@@ -173,8 +173,11 @@ class Jobs:
             known = len(asked)
             found: dict[str, EpochAnswer] = {}
             opened = 0
-            for attempt in range(_OPEN_ROUNDS):
+            pause = _OPEN_JITTER_S
+            for _ in range(_OPEN_ROUNDS):
+                began = asyncio.get_running_loop().time()
                 found = await self._ask_all(ask, job, asked)
+                took = asyncio.get_running_loop().time() - began
                 highest = max([0, *(answer.highest_epoch for answer in found.values())])
                 if opened and opened == self.epoch(job) > highest:
                     break
@@ -187,8 +190,10 @@ class Jobs:
                 # least the later one hears of the other.
                 asked = {address: (node, deadline_s / 4) for address, (node, _) in asked.items() if address in found}
                 if asked:
-                    # Longer each time: until one of them can write and ask while the others wait.
-                    await asyncio.sleep(random.random() * min(_OPEN_JITTER_S * 2**attempt, deadline_s / 4))
+                    # Longer than it takes to ask, and longer each time: until one of them can write and ask while
+                    # the others wait.
+                    await asyncio.sleep(random.random() * min(max(pause, 4 * took), deadline_s / 4))
+                    pause *= 2
             else:
                 raise StaleEpochError(
                     f"job {job}: other incarnations opened it at the same time, {_OPEN_ROUNDS} times in a row; let "
