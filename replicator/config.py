@@ -66,6 +66,13 @@ class AgentConfig:
     tls_ca: str = field(default="", metadata={"help": "PEM file of the authority that peers' certificates must have"})
     peers: tuple[str, ...] = field(default=(), metadata={"help": "host:port of other agents (static membership)"})
     replicas: int = field(default=1, metadata={"help": "copies beside the owner's, when the job does not say"})
+    mount_size: int = field(
+        default=0,
+        metadata={
+            "help": "mount a tmpfs of this size, with huge pages, at the root; 0: use what is there",
+            "size": True,
+        },
+    )
     budget_bytes: int = field(
         default=0,
         metadata={"help": "bytes the store may take; 0: 90% of what the mount and cgroup leave", "size": True},
@@ -143,6 +150,8 @@ class AgentConfig:
                 raise ConfigError(f"{name}: expected 0..65535, found {getattr(self, name)}")
         _at_least("replicas", self.replicas, 0)
         _at_least("keep_last", self.keep_last, 1)
+        if self.mount_size:
+            _at_least("mount_size", self.mount_size, 1 << 20)
         _at_least("budget_bytes", self.budget_bytes, 0)
         if self.prefault_bytes != AUTO_BYTES:
             _at_least("prefault_bytes", self.prefault_bytes, 0)

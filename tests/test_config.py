@@ -25,6 +25,7 @@ SAMPLES: dict[str, Any] = {
     "insecure": True,
     "peers": ("10.0.0.1:7070", "[fd00::1]:7070"),
     "replicas": 2,
+    "mount_size": 1 << 34,
     "budget_bytes": 1 << 30,
     "prefault_bytes": 1 << 32,
     "prefault_segment_bytes": 1 << 30,

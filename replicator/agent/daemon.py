@@ -127,10 +127,13 @@ class Agent:
             StoreRootError: the root cannot be used, or another agent uses it.
             ConfigError: a port or a certificate cannot be used.
         """
+        from replicator.store.own_mount import mount_own
         from replicator.store.paths import open_root
         from replicator.store.store import Store
 
         began = time.monotonic()
+        if config.mount_size and (warning := mount_own(config.root, config.mount_size)):
+            log.warning("%s", warning)
         paths = open_root(config.root, create=True)
         if paths.warning:
             log.warning("%s", paths.warning)

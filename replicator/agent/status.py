@@ -9,6 +9,7 @@ from replicator import native, wire
 from replicator.agent.clients import ClientRegistry
 from replicator.decide.types import recency
 from replicator.ids import ContainerVersion
+from replicator.store.paths import StorePaths
 from replicator.v1 import admin_pb2
 from replicator.version import version
 
@@ -28,7 +29,7 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin
         bulk_address=core.bulk_address,
         version=version(),
         root=str(core.store.paths.root),
-        filesystem=core.store.paths.filesystem,
+        filesystem=_filesystem(core.store.paths),
         uptime_ms=int((time.monotonic() - started) * 1000),
         budget_bytes=usage.budget_bytes,
         sealed_bytes=usage.sealed_bytes,
@@ -41,6 +42,10 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin
         jobs=[_job_status(core, job) for job in core.jobs.names()],
         counters=core.counters.snapshot(),
     )
+
+
+def _filesystem(paths: StorePaths) -> str:
+    return f"{paths.filesystem} huge={paths.huge_pages}" if paths.huge_pages else paths.filesystem
 
 
 def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:

@@ -15,18 +15,23 @@ BUDGET_FRACTION = 0.9
 _UNLIMITED = 1 << 60
 
 
-def filesystem_of(path: Path) -> str:
-    """Type of the file system that `path` is on, for instance `tmpfs`; `unknown` when the kernel does not say."""
+def filesystem_of(path: Path) -> tuple[str, str]:
+    """(type, huge pages) of the file system that `path` is on, for instance `tmpfs` and `within_size`.
+
+    The type is `unknown` when the kernel does not say; the second is empty when a file there gets no huge pages.
+    """
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
             if before.split()[2] == wanted:
-                return after.split()[0]
+                words = after.split()
+                huge = next((one for one in words[-1].split(",") if one.startswith("huge=")), "").removeprefix("huge=")
+                return words[0], huge if huge in ("always", "within_size") else ""
     except (OSError, IndexError):
-        return "unknown"
-    return "unknown"
+        pass
+    return "unknown", ""
 
 
 def free_bytes(path: Path) -> int:

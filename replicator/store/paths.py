@@ -45,11 +45,17 @@ def unquote_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StorePaths:
-    """The layout of one store. `warning` is a sentence about a root that works, but not well; else empty."""
+    """The layout of one store.
+
+    Attributes:
+        huge_pages: how its file system gives huge pages, `always` or `within_size`; empty: it gives none.
+        warning: a sentence about a root that works, but not well; else empty.
+    """
 
     root: Path
     store_id: str
     filesystem: str
+    huge_pages: str
     warning: str
 
     @property
@@ -213,8 +219,8 @@ def open_root(root: str | Path, create: bool) -> StorePaths:
         raise StoreRootError(
             f"cannot use {path} as a store: {error.strerror}; give a directory that this user may write, with --root"
         ) from None
-    filesystem = filesystem_of(path)
-    return StorePaths(path, _store_id(marker, text), filesystem, _warning(path, filesystem))
+    filesystem, huge_pages = filesystem_of(path)
+    return StorePaths(path, _store_id(marker, text), filesystem, huge_pages, _warning(path, filesystem))
 
 
 def _store_id(marker: Path, text: str) -> str:

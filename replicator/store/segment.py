@@ -18,12 +18,22 @@ from replicator.errors import SegmentError, StoreError
 from replicator.store import mapping
 from replicator.store.mounts import room_for
 from replicator.store.paths import SegmentName, StorePaths
+from replicator.store.trailer import PAGE
 
 MAX_KEPT = 256
 """Mappings that a process keeps; each takes a descriptor."""
 
+HUGE_PAGE = 2 << 20
+# At most an eighth is wasted.
+_MIN_HUGE_BYTES = 8 * HUGE_PAGE
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def round_up(paths: StorePaths, capacity: int) -> int:
+    """What is allocated for `capacity` bytes: whole pages, huge ones where there are any and little is wasted."""
+    unit = HUGE_PAGE if paths.huge_pages and capacity >= _MIN_HUGE_BYTES else PAGE
+    return -(-capacity // unit) * unit
 
 
 def create_segment(paths: StorePaths, client_id: str, capacity: int) -> tuple[str, int]:

@@ -35,9 +35,9 @@ from replicator.store.quarantine import Quarantine, move_away
 from replicator.store.reader import open_object
 from replicator.store.rebuild import RebuildReport, rebuild
 from replicator.store.records import JobState, Records, remove_empty
-from replicator.store.segment import MappedSegment, create_segment
+from replicator.store.segment import MappedSegment, create_segment, round_up
 from replicator.store.stock import Fault, Stocking, new_file
-from replicator.store.trailer import PAGE, ObjectInfo
+from replicator.store.trailer import ObjectInfo
 
 logger = logging.getLogger("replicator.store")
 
@@ -163,7 +163,7 @@ class Store:
         check_client_id(client_id)
         if capacity <= 0:
             raise SegmentError(f"expected a capacity of 1 byte or more, found {capacity}")
-        capacity = -(-capacity // PAGE) * PAGE
+        capacity = round_up(self.paths, capacity)
         self.stocking.demanded()
         for attempt in range(_PRESSURE_ROUNDS + 1):
             found, lacking = self._take(client_id, capacity)
@@ -327,7 +327,7 @@ class Store:
         Raises:
             StoreError: it cannot be made; the file system is full, for instance.
         """
-        capacity = -(-capacity // PAGE) * PAGE
+        capacity = round_up(self.paths, capacity)
         with self._changing():
             lacking = self._used() + self._in_flight + capacity - self._budget
             # What earlier agents have left is not mapped by anybody.

@@ -164,6 +164,7 @@ def test_status(healthy: dict[str, Node]) -> None:
     assert status == 0
     assert found["node"]["node_id"] == "n3"
     assert found["filesystem"] == "tmpfs"
+    assert found["huge_pages"] in (None, "always", "within_size")
     assert found["sealed_objects"] == 7
     assert found["sealed_bytes"] <= found["budget_bytes"]
     shown = admin("status", "--agent", healthy["n3"].grpc_address).stdout

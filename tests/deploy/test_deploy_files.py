@@ -134,6 +134,7 @@ def test_example_configuration_is_valid_and_matches_the_units() -> None:
     mount = unit("run-replicator.mount")["Mount"]
     service = unit("replicator-agent.service")
     assert mount["Type"] == ["tmpfs"]
+    assert {"nosuid", "nodev", "noexec", "huge=within_size"} <= set(mount["Options"][0].split(","))
     (where,) = mount["Where"]
     assert where.strip("/").replace("/", "-") == "run-replicator", "systemd derives the unit's name from the path"
     assert service["Unit"]["RequiresMountsFor"] == [where]

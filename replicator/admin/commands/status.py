@@ -34,7 +34,7 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
             ("node", f"{node['node_id']} (incarnation {node['incarnation']})"),
             ("agent", f"version {view['version']}, up {duration(view['uptime_seconds'])}"),
             ("addresses", f"gRPC {node['grpc_address']}, bulk {view['bulk_address'] or 'not offered'}"),
-            ("store", f"{view['root']} on {view['filesystem'] or 'an unknown file system'}"),
+            ("store", f"{view['root']} on {view['filesystem'] or 'an unknown file system'}{_huge(view)}"),
             ("budget", f"{size(used)} of {size(view['budget_bytes'])} taken"),
             ("sealed", f"{view['sealed_objects']} objects in {size(view['sealed_bytes'])}"),
             ("being written", size(view["reserved_bytes"])),
@@ -66,6 +66,10 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
         )
     if with_counters:
         page.table(("COUNTER", "VALUE>"), [(name, str(value)) for name, value in view["counters"].items()])
+
+
+def _huge(view: View) -> str:
+    return f", huge pages {view['huge_pages']}" if view["huge_pages"] else ", no huge pages"
 
 
 def _step(step: int | None) -> str:

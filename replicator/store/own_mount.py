@@ -1,0 +1,55 @@
+"""A tmpfs of the agent's own at the root of its store: with huge pages, and filled by nobody else."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+from replicator.errors import StoreRootError
+
+OPTIONS = "mode=0700,huge=within_size"
+_FLAGS = 0x2 | 0x4 | 0x8  # MS_NOSUID | MS_NODEV | MS_NOEXEC
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+
+
+def mount_own(root: str | Path, size: int) -> str:
+    """Mount a tmpfs of `size` bytes at `root`, unless one is mounted there already. It stays when the agent ends.
+
+    Returns:
+        Empty, or why the store is not on one with huge pages, and what to do.
+
+    Raises:
+        StoreRootError: the directory cannot be made or looked at.
+    """
+    path = Path(root).absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_mount():
+            return ""
+        if any(path.iterdir()):
+            return (
+                f"mount_size: {path} is not empty, and mounting there would hide what is in it; the store stays on the "
+                "file system that it is on. To have it on its own, stop the agent and move the directory away"
+            )
+    except OSError as error:
+        raise StoreRootError(f"cannot use {path} as a store: {error.strerror}") from None
+    number = _mount(path, f"size={size},{OPTIONS}")
+    if not number:
+        return ""
+    if number == errno.EINVAL and not _mount(path, f"size={size},mode=0700"):
+        return f"mount_size: the kernel has no huge pages for tmpfs; {path} was mounted without them"
+    return (
+        f"mount_size: cannot mount a tmpfs at {path} ({os.strerror(number)}); the store uses the file system that the "
+        "directory is on. Start the agent with CAP_SYS_ADMIN, or have the system mount it: "
+        f"mount -t tmpfs -o size={size},{OPTIONS} tmpfs {path}"
+    )
+
+
+def _mount(path: Path, options: str) -> int:
+    """0 or the error number."""
+    if _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _FLAGS, options.encode()) == 0:
+        return 0
+    return ctypes.get_errno()
