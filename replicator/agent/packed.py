@@ -103,6 +103,8 @@ class Packer:
         self._landing = landing
         self._counters = counters
         self._tasks: set[asyncio.Task[None]] = set()
+        # One thread at a time: more of them would only wait for each other in the interpreter.
+        self._writing = asyncio.Lock()
 
     def takes(self, size: int, block_size: int) -> bool:
         """Whether an object is one for `bring`: small, and of one block at most, which its own checksum verifies."""
@@ -241,7 +243,8 @@ class Packer:
             at += len(part)
             if not any(one.is_open for one in part):
                 continue
-            fit, bad, errors = await run_to_end(lambda p=part, b=payloads: self._ingest(errand, p, b))  # type: ignore[misc]
+            async with self._writing:
+                fit, bad, errors = await run_to_end(lambda p=part, b=payloads: self._ingest(errand, p, b))  # type: ignore[misc]
             self._settle(version, node_id, fit, errors)
             for one, is_corrupt in bad:
                 odd.append(one)

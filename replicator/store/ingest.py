@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicator.errors import ObjectExistsError, ReplicatorError, StoreError, StoreFullError
+from replicator.ids import ContainerVersion
 from replicator.store.mounts import room_for
 from replicator.store.paths import TEMPORARY, StorePaths, quote_name
 from replicator.store.pool import Recycled
@@ -53,6 +54,8 @@ class Batch:
     def __init__(self, paths: StorePaths, items: Sequence[Item]) -> None:
         self._paths = paths
         self._items = items
+        self._segments = str(paths.segments)
+        self._directories: dict[ContainerVersion, str] = {}
         self._capacities = [capacity_for(item.info.size, item.info.block_size) for item in items]
         self._lent: dict[int, Recycled] = {}
         self._files: dict[int, _File] = {}
@@ -122,11 +125,11 @@ class Batch:
     def _write(self, index: int, info: ObjectInfo, payload: ReadableBuffer) -> _File:
         segment = self._lent.get(index)
         if segment is not None:
-            path = f"{self._paths.segments}/{segment.name.text}"
+            path = f"{self._segments}/{segment.name.text}"
             with contextlib.suppress(FileNotFoundError):
                 return self._fill(path, os.O_WRONLY, segment.capacity, info, payload)
             del self._lent[index]
-        path = f"{self._paths.segments}/{TEMPORARY}{secrets.token_hex(8)}"
+        path = f"{self._segments}/{TEMPORARY}{secrets.token_hex(8)}"
         try:
             return self._fill(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._capacities[index], info, payload)
         except BaseException:
@@ -141,23 +144,32 @@ class Batch:
             pieces += [_zeros(offset - at), piece]
             at = offset + len(piece)
         try:
-            with room_for(f"{info.object} of {info.size} bytes", self._paths.root):
-                fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-                try:
-                    written = os.pwritev(fd, pieces, 0)
-                    if written != capacity:
-                        # The rest tells why.
-                        rest = b"".join(memoryview(piece).cast("B") for piece in pieces)[written:]
-                        while rest:
-                            count = os.pwrite(fd, rest, written)
-                            written, rest = written + count, rest[count:]
-                finally:
-                    os.close(fd)
+            fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            try:
+                written = os.pwritev(fd, pieces, 0)
+                if written != capacity:
+                    # The rest tells why.
+                    rest = b"".join(memoryview(piece).cast("B") for piece in pieces)[written:]
+                    while rest:
+                        count = os.pwrite(fd, rest, written)
+                        written, rest = written + count, rest[count:]
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise StoreError(f"cannot write {info.object} in {self._paths.segments}: {error.strerror}") from None
+            raise self._refusal(f"{info.object} of {info.size} bytes", error) from None
         return _File(path, capacity)
+
+    def _refusal(self, what: str, error: OSError) -> StoreError:
+        """What an error of the file system means: StoreFullError with numbers when it is full."""
+        try:
+            with room_for(what, self._paths.root):
+                raise error
+        except StoreFullError as full:
+            return full
+        except OSError:
+            return StoreError(f"cannot write {what} in {self._paths.root}: {error.strerror}")
 
     # -- names
 
@@ -173,23 +185,23 @@ class Batch:
         When the same content has that name already, that is what counts, and the file goes.
         """
         info, (path, capacity) = self._items[index].info, self._files[index]
-        directory = self._paths.objects_of(info.object.version)
+        version = info.object.version
+        directory = self._directories.get(version)
+        if directory is None:
+            directory = self._directories[version] = str(self._paths.objects_of(version))
         target = f"{directory}/{quote_name(info.object.name)}"
         try:
-            with room_for(f"the name of {info.object}", self._paths.root):
-                try:
-                    rename_new(path, target)
-                except FileNotFoundError:
-                    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    rename_new(path, target)
+            try:
+                rename_new(path, target)
+            except FileNotFoundError:
+                self._paths.objects_of(version).mkdir(mode=0o700, parents=True, exist_ok=True)
+                rename_new(path, target)
             self._done(index)
             return info, capacity
         except FileExistsError:
             return self._existing(index, target)
-        except ReplicatorError as error:
-            self.errors[index] = error
         except OSError as error:
-            self.errors[index] = StoreError(f"cannot seal {info.object}: {error.strerror}")
+            self.errors[index] = self._refusal(f"the name of {info.object}", error)
         return None
 
     def _existing(self, index: int, target: str) -> tuple[ObjectInfo, int] | None:

@@ -178,6 +178,8 @@ def packed_service(
         serve_limit: shared with whatever else sends; None: no limit.
     """
     slots = asyncio.Semaphore(max_reads)
+    # One thread at a time: more of them would only wait for each other in the interpreter.
+    reading = asyncio.Lock()
     limit = serve_limit or ServeLimit()
 
     async def answer(
@@ -192,7 +194,8 @@ def packed_service(
                 bucket = TokenBucket()
                 held.enter_context(limit.sending(bucket))
                 for read in open_packed(request):
-                    message = await asyncio.to_thread(read)
+                    async with reading:
+                        message = await asyncio.to_thread(read)
                     await bucket.take(len(message))
                     async with asyncio.timeout(send_timeout_s):
                         await context.write(message)
