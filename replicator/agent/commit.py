@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from replicator.agent.abandon import Abandonment
 from replicator.agent.background import Background
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
@@ -85,6 +86,7 @@ class Committer:
         manifests: Manifests,
         replicator: Replicator,
         retention: Retention,
+        abandonment: Abandonment,
         counters: Counters,
     ) -> None:
         self._config = config
@@ -94,6 +96,7 @@ class Committer:
         self._peers = peers
         self._manifests = manifests
         self._retention = retention
+        self._abandonment = abandonment
         self._counters = counters
         self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
         self._background = Background()
@@ -112,8 +115,8 @@ class Committer:
 
         Raises:
             StaleEpochError: a newer incarnation of the job is known.
-            CommitError: another manifest of this version is stored here, an object of this node is missing, or
-                this node is not its coordinator.
+            CommitError: another manifest of this version is stored here, an object of this node is missing, this
+                node is not its coordinator, or it was abandoned.
             StoreFullError: no room for it.
         """
         version = manifest.version
@@ -121,7 +124,10 @@ class Committer:
         self._jobs.check(job, manifest.epoch)
         self._check_own(manifest)
         data = manifest_to_bytes(manifest)
-        await asyncio.to_thread(self._manifests.put, data, crc32c(data))
+        with self._abandonment.storing(version):
+            await asyncio.to_thread(self._manifests.put, data, crc32c(data))
+        # A newer incarnation that has just been told of no manifest may abandon this container on other nodes.
+        self._jobs.check(job, manifest.epoch)
         members = self._others(job)
         asked = tuple(node.node_id for node in members)
         if self._store.is_protected(version):
@@ -308,11 +314,11 @@ class Committer:
         Raises:
             StaleEpochError: the sender's incarnation of the job was superseded.
             CorruptObjectError, InvalidIdError: it is damaged, or not of the sender's job.
-            CommitError: another manifest of that version is stored here.
+            CommitError: another manifest of that version is stored here, or it was abandoned.
             StoreFullError: no room.
         """
         self._jobs.check(sender.job, sender.epoch)
-        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job)
+        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job, self._abandonment.check)
         self._own_copies.check(manifest.version, again=True)
 
     async def mark_protected(self, version: ContainerVersion, sender: Sender) -> None:

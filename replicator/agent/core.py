@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from replicator.agent.abandon import Abandonment
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
@@ -79,6 +80,7 @@ class AgentCore:
     prefaulter: Prefaulter
     puller: Puller
     replicator: Replicator
+    abandonment: Abandonment
     committer: Committer
     lookup: Lookup
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -112,6 +114,7 @@ class AgentCore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.replicator.close()
         await self.committer.close()
+        await self.abandonment.close()
         await self.puller.close()
         await self.peers.close()
         if self.bulk is not None:
@@ -176,7 +179,8 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
     puller = Puller(config, address, client_id, store, opener, landing, packer, retention, counters)
     replicator = Replicator(config, address, store, jobs, peers, counters)
     replicator.check_local = puller.check_local
-    committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, counters)
+    abandonment = Abandonment(config, address, store, jobs, peers, replicator, retention, counters)
+    committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, abandonment, counters)
     lookup = Lookup(config, address, store, jobs, peers, manifests, retention, counters)
     return AgentCore(
         config=config,
@@ -195,6 +199,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
         prefaulter=prefaulter,
         puller=puller,
         replicator=replicator,
+        abandonment=abandonment,
         committer=committer,
         lookup=lookup,
     )

@@ -12,6 +12,7 @@ import grpc
 
 from replicator import wire
 from replicator.agent import batches, logs
+from replicator.agent.abandon import MAX_TOLD
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
@@ -22,7 +23,7 @@ from replicator.errors import (
     ReplicatorError,
     StoreError,
 )
-from replicator.ids import NodeAddress, ObjectVersion
+from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.v1 import local_pb2, local_pb2_grpc
 from replicator.version import version
 
@@ -93,9 +94,19 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
 
     @handler
     async def Begin(self, request: local_pb2.BeginRequest, context: Context) -> local_pb2.BeginReply:
-        """A new generation for a step."""
+        """A new generation for a step; attempts that failed before are given up."""
+        if request.abandons:
+            await self._abandon(request.job, request.epoch, request.abandons)
         begun = self._core.jobs.begin(request.job, request.step, request.epoch)
         return local_pb2.BeginReply(container=wire.version_to_pb(begun))
+
+    @handler
+    async def Abandon(
+        self, request: local_pb2.AbandonAttemptsRequest, context: Context
+    ) -> local_pb2.AbandonAttemptsReply:
+        """Give up attempts that failed."""
+        given_up = await self._abandon(request.job, request.epoch, request.containers)
+        return local_pb2.AbandonAttemptsReply(abandoned=[wire.version_to_pb(version) for version in given_up])
 
     # -- segments and objects
 
@@ -131,6 +142,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
                 f"{one}: expected this node {self._core.identity.node_id} as its owner, found {info.owner_node_id}; "
                 "an object is sealed with the agent of the node that wrote it"
             )
+        self._core.abandonment.check(one.version)
         held = self._core.store.get(one)
         if held is None:
             self._core.store.seal(request.client_id, request.segment, info)
@@ -249,6 +261,18 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
 
     # -- parts
 
+    async def _abandon(
+        self, job: str, epoch: int, containers: Sequence[types_pb2.ContainerRef]
+    ) -> list[ContainerVersion]:
+        self._core.jobs.check(job, epoch)
+        if len(containers) > MAX_TOLD:
+            raise InvalidIdError(f"expected at most {MAX_TOLD} containers to abandon, found {len(containers)}")
+        versions = [wire.version_from_pb(container) for container in containers]
+        for one in versions:
+            if one.epoch != epoch:
+                raise InvalidIdError(f"{one} is not of epoch {epoch}, which asks to abandon it")
+        return await self._core.abandonment.abandon(job, epoch, versions, "its save failed")
+
     async def _reserve(self, client_id: str, capacity: int) -> Reservation:
         """Reserve in a thread. What nobody will hear of any more, because the call was cancelled or the client died
         meanwhile, is given back as soon as it is there."""
@@ -273,6 +297,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         for one in objects:
             try:
                 self._core.store.adopt(one)
+                self._core.abandonment.drop_late(one.version)
             except ReplicatorError as error:
                 failures.append(f"{one}: {error}")
         return failures

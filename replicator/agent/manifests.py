@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from replicator.agent.counters import Counters
 from replicator.agent.peers import PeerDirectory
@@ -42,11 +43,18 @@ class Manifests:
         found = self._find(version)
         return None if found is None or found[2] is None else (found[0], found[1])
 
-    def put(self, data: bytes, stated_crc: int, job: str = "") -> Manifest:
+    def put(
+        self,
+        data: bytes,
+        stated_crc: int,
+        job: str = "",
+        check: Callable[[ContainerVersion], None] = lambda version: None,
+    ) -> Manifest:
         """Check a serialized manifest and store it. Idempotent for the same bytes.
 
         Args:
             job: when given, the manifest must be of this job.
+            check: called before it is stored, in the caller's thread; what it raises keeps it out.
 
         Raises:
             CorruptObjectError: the bytes do not have the stated checksum, or are no manifest.
@@ -63,6 +71,7 @@ class Manifests:
         version = manifest.version
         if job and version.container.job != job:
             raise InvalidIdError(f"expected a manifest of job {job}, found one of {version}")
+        check(version)
         stored = self._store.manifest(version)
         if stored is not None and stored != data:
             raise CommitError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import grpc.aio
 
+from replicator.agent.abandon import MAX_TOLD
 from replicator.agent.link import MEANT_FOR_KEY, NOT_ME_KEY
 from replicator.agent.rpc import deadline_s, handler
 from replicator.agent.takings import Outcomes, Taking
@@ -200,6 +201,17 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         version = version_from_pb(request.container)
         await self.core.committer.mark_protected(version, self._require_job(request.sender))
         return peer_pb2.MarkProtectedReply()
+
+    @_served
+    async def Abandon(self, request: peer_pb2.AbandonRequest, context: Context) -> peer_pb2.AbandonReply:
+        """Saves that failed."""
+        sender = self._require_job(request.sender)
+        if len(request.containers) > MAX_TOLD:
+            raise InvalidIdError(f"expected at most {MAX_TOLD} containers to abandon, found {len(request.containers)}")
+        versions = [version_from_pb(container) for container in request.containers]
+        reason = f"node {sender.node.node_id} says that it failed"
+        await self.core.abandonment.drop(sender.job, sender.epoch, versions, reason)
+        return peer_pb2.AbandonReply()
 
     # -- parts
 

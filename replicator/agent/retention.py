@@ -87,6 +87,10 @@ class Retention:
             "checkpoints that are kept here"
         )
 
+    def drop_abandoned(self, version: ContainerVersion, reason: str) -> int:
+        """Drop what is here of a container that will never be committed; the bytes that were freed. In any thread."""
+        return self._drop(Drop(version, reason))
+
     def note_recoverable(self, version: ContainerVersion) -> None:
         """A job found this container to be recoverable: keep it until it finds another, or protects a newer one."""
         job = version.container.job

@@ -137,7 +137,7 @@ class ReplicatedStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._begun = self.session.begin(self._container())
+        self._begun = self.session.begin(self._container(), saver=self)
         return [
             dataclasses.replace(plan, storage_data=_Turn(self._begun, f"__{rank}_")) for rank, plan in enumerate(plans)
         ]
@@ -149,8 +149,13 @@ class ReplicatedStorageWriter(StorageWriter):
         named = [(f"{turn.prefix}{number}.distcp", bucket) for number, bucket in enumerate(buckets)]
         results: list[WriteResult] = []
         entries: list[ManifestEntry] = []
-        for written, entry in self._write_all(turn.version, named, planner):
-            results += written
+        try:
+            written = self._write_all(turn.version, named, planner)
+        except Exception:
+            self._give_up()
+            raise
+        for part, entry in written:
+            results += part
             entries.append(entry)
         sealed = _Sealed(turn.version, tuple(entries))
         results.append(WriteResult(MetadataIndex(f"replicator/{turn.prefix}"), 0, sealed))
@@ -162,6 +167,15 @@ class ReplicatedStorageWriter(StorageWriter):
         version = self._begun
         if version is None:
             raise ConfigError("finish() was called before prepare_global_plan()")
+        try:
+            futures = self._commit(version, metadata, results)
+        except Exception:
+            self._give_up()
+            raise
+        self.commit_future, self.protected_future = futures.committed, futures.protected
+        self._await(version, futures)
+
+    def _commit(self, version: ContainerVersion, metadata: Metadata, results: list[list[WriteResult]]) -> CommitFutures:
         entries: list[ManifestEntry] = []
         storage_data: dict[MetadataIndex, _StorageInfo] = {}
         for result in (one for rank in results for one in rank):
@@ -185,9 +199,16 @@ class ReplicatedStorageWriter(StorageWriter):
             created_unix_ms=time.time_ns() // 1_000_000,
             entries=tuple(sorted(entries, key=lambda entry: entry.name)),
         )
-        futures = self.session.agent.commit(manifest)
-        self.commit_future, self.protected_future = futures.committed, futures.protected
-        self._await(version, futures)
+        return self.session.commit(manifest)
+
+    def _give_up(self) -> None:
+        """On the coordinator: the save has failed for all ranks, and what they wrote need not be kept."""
+        if self._begun is None:
+            return
+        try:
+            self.session.abandon(self._begun)
+        except ReplicatorError as error:
+            logger.warning("%s failed, and what was written of it is kept: %s", self._begun, error)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)

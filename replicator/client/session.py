@@ -7,6 +7,8 @@ import logging
 import os
 import threading
 import uuid
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from typing import Any
 from replicator.client.agreement import Ranks, is_distributed, known_ranks, meet_ranks
 from replicator.client.job import find_job
 from replicator.client.local_agent import LocalAgent
+from replicator.client.outstanding import CommitFutures
 from replicator.client.plan import Plan, plan_from_pb
 from replicator.client.replication import ReplicationManager
 from replicator.client.retrieval import keep, lookup
 from replicator.client.roll_call import Presence, here, members
 from replicator.client.segments import SegmentObject, Segments
 from replicator.config import load_config
+from replicator.decide.types import Manifest
 from replicator.errors import AgentUnavailableError, ConfigError
 from replicator.ids import (
     MAX_ATTEMPT,
@@ -29,15 +33,18 @@ from replicator.ids import (
     ObjectVersion,
     make_generation,
     split_generation,
+    validate_step,
 )
 from replicator.v1 import local_pb2, types_pb2
-from replicator.wire import version_from_pb
+from replicator.wire import version_from_pb, version_to_pb
 
 logger = logging.getLogger("replicator.client")
 
 # Ranks come to a common point at different times; the slowest is given this many deadlines.
 AGREEMENT_DEADLINES = 4
 _MAX_BEGINS = 64
+# Saves that were begun and not committed, which are remembered until it is known that they failed.
+_MAX_UNFINISHED = 64
 # Attempts that another process of this job may have begun without this one knowing.
 _LONE_STRIDE = 1024
 
@@ -83,6 +90,8 @@ class Session:
         self._lock = threading.Lock()
         self._generation = make_generation(spec.epoch, 0)
         self._lone_generation = -1  # the last one chosen without the agent
+        # Begun and not committed, and who saves it; nobody any more: it failed.
+        self._unfinished: dict[ContainerVersion, Callable[[], object | None]] = {}
         with _sessions_lock:
             _sessions[_key(spec)] = self
 
@@ -104,12 +113,15 @@ class Session:
         Every rank must call it. A plan that found nothing is a plan too; its `reason` says why.
 
         Raises:
+            InvalidIdError: `step` cannot be one. On all ranks.
             StaleEpochError: a newer incarnation of the job exists; this one must stop.
             AgentUnavailableError, DeadlineExceededError: the agent, or a rank, did not come. On all ranks.
         """
         self.agent.check()
 
         def ask(_: object) -> bytes:
+            if step is not None:
+                validate_step(step)
             return lookup(self.agent, self.job, self.epoch, self.deadline_s / 3, step).SerializeToString()
 
         answer = self.ranks.agree("the recovery plan", bytes, ask, AGREEMENT_DEADLINES * self.deadline_s)
@@ -118,26 +130,74 @@ class Session:
             keep(self.agent, plan.version, self.epoch)
         return plan
 
-    def begin(self, container: CheckpointContainerId) -> ContainerVersion:
+    def begin(self, container: CheckpointContainerId, saver: object | None = None) -> ContainerVersion:
         """The coordinator's first step of a save: a generation of its own, which the other ranks `follow`.
 
         Without an agent it is chosen here, far above those known.
+
+        Args:
+            saver: who saves one step after another. What it began before and never committed has failed, and so has
+                what a saver began that is no more: the objects of it are dropped on all nodes.
 
         Raises:
             StaleEpochError: a newer incarnation of the job exists.
         """
         self.agent.check()
         with self._lock:
-            version = self._begin(container)
+            failed = [of for of, saved_by in self._unfinished.items() if saved_by() is None or saved_by() is saver]
+            version = self._begin(container, failed)
             self._generation = version.generation
+            if saver is not None:
+                self._remember(version, weakref.ref(saver))
         self.ranks.post(_generation_key(container), str(version.generation).encode())
         return version
 
-    def _begin(self, container: CheckpointContainerId) -> ContainerVersion:
-        request = local_pb2.BeginRequest(job=self.job, step=container.step, epoch=self.epoch)
+    def commit(self, manifest: Manifest) -> CommitFutures:
+        """The coordinator's last step of a save: see `LocalAgent.commit`."""
+        futures = self.agent.commit(manifest)
+        with self._lock:
+            self._unfinished.pop(manifest.version, None)
+        return futures
+
+    def abandon(self, version: ContainerVersion) -> bool:
+        """The coordinator's word that a save of this session has failed, so that nothing of it takes room any more.
+
+        Its objects are dropped on this node at once and on the others soon; what comes of it later is refused. Without
+        an agent, the next one is told by the next save. Not waited for: other nodes.
+
+        Returns:
+            Whether it is abandoned; False for a committed one, with which nothing happens, and without an agent.
+
+        Raises:
+            InvalidIdError: a container of another job or epoch.
+            StaleEpochError: a newer incarnation of the job exists.
+        """
+        request = local_pb2.AbandonAttemptsRequest(job=self.job, epoch=self.epoch, containers=[version_to_pb(version)])
+        try:
+            reply = self.agent.call("Abandon", request, local_pb2.AbandonAttemptsReply)
+        except AgentUnavailableError as error:
+            logger.warning("%s is abandoned with the next save: %s", version, error)
+            with self._lock:
+                self._remember(version, lambda: None)
+            return False
+        with self._lock:
+            self._unfinished.pop(version, None)
+        return len(reply.abandoned) > 0
+
+    def _remember(self, version: ContainerVersion, saver: Callable[[], object | None]) -> None:
+        self._unfinished[version] = saver
+        while len(self._unfinished) > _MAX_UNFINISHED:
+            del self._unfinished[next(iter(self._unfinished))]
+
+    def _begin(self, container: CheckpointContainerId, failed: list[ContainerVersion]) -> ContainerVersion:
+        request = local_pb2.BeginRequest(
+            job=self.job, step=container.step, epoch=self.epoch, abandons=[version_to_pb(one) for one in failed]
+        )
         try:
             for _ in range(_MAX_BEGINS):
                 reply = self.agent.call("Begin", request, local_pb2.BeginReply)
+                for one in failed:
+                    self._unfinished.pop(one, None)
                 version = version_from_pb(reply.container)
                 # An agent that was restarted may not know of attempts of which nothing was published.
                 if version.generation > self._generation:

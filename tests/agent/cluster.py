@@ -203,8 +203,10 @@ class Rank:
         request = local_pb2.OpenJobRequest(job=self.job, members=[node_address_to_pb(node.address) for node in members])
         return int(self.call("OpenJob", request, local_pb2.OpenJobReply).epoch)
 
-    def begin(self, step: int) -> ContainerVersion:
-        request = local_pb2.BeginRequest(job=self.job, step=step, epoch=self.epoch)
+    def begin(self, step: int, abandons: Sequence[ContainerVersion] = ()) -> ContainerVersion:
+        request = local_pb2.BeginRequest(
+            job=self.job, step=step, epoch=self.epoch, abandons=[version_to_pb(failed) for failed in abandons]
+        )
         return version_from_pb(self.call("Begin", request, local_pb2.BeginReply).container)
 
     def write(self, one: ObjectVersion, data: bytes) -> ObjectInfo:
@@ -358,11 +360,17 @@ class Cluster:
             rank.join(epoch, [one.node for one in chosen], replicas)
 
     def save(
-        self, step: int, data: bytes = b"shard", *, ranks: Sequence[Rank] | None = None, replicate: bool = True
+        self,
+        step: int,
+        data: bytes = b"shard",
+        *,
+        ranks: Sequence[Rank] | None = None,
+        replicate: bool = True,
+        abandons: Sequence[ContainerVersion] = (),
     ) -> Manifest:
         """Every rank writes one object of a step; what the coordinator would commit. Replicas are on their way."""
         chosen = self.ranks if ranks is None else ranks
-        version = chosen[0].begin(step)
+        version = chosen[0].begin(step, abandons)
         entries = []
         for index, rank in enumerate(chosen):
             one = version.object(f"shard-{index}")
