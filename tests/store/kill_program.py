@@ -22,11 +22,12 @@ from store_support import BUDGET, Trainer, check_accounts, version
 import replicator.store
 from replicator.native import crc32c
 from replicator.store import JobState, Store
+from replicator.store.ingest import Item
 from replicator.store.paths import StorePaths, open_root
 from replicator.store.publish import publish
 from replicator.store.reader import open_object
 from replicator.store.segment import create_segment
-from replicator.store.trailer import capacity_for
+from replicator.store.trailer import BLOCK_SIZE, ObjectInfo, capacity_for
 from replicator.store.writer import ObjectWriter
 
 STORE = str(Path(replicator.store.__file__).parent)
@@ -37,6 +38,12 @@ Step = Callable[[str, Callable[[], object]], None]
 
 def content(step: int) -> bytes:
     return bytes([step]) * SIZE
+
+
+def item(number: int, name: str, client_id: str) -> Item:
+    data = content(number)
+    crc = crc32c(data)
+    return Item(ObjectInfo(version(number).object(name), SIZE, crc, BLOCK_SIZE, (crc,), "node-a", client_id), data)
 
 
 def agent_life(paths: StorePaths, step: Step) -> None:
@@ -54,7 +61,9 @@ def agent_life(paths: StorePaths, step: Step) -> None:
         step(f"epoch {number}", lambda: store.put_job_state(JobState("job", number, (), 1)))  # noqa: B023
         if number > 1:
             step(f"drop {number - 1}", lambda: store.drop(version(number - 1)))  # noqa: B023
-    step("reserve", lambda: store.reserve(trainer.client_id, 1 << 20))
+    step("ingest 4", lambda: store.ingest([item(4, name, trainer.client_id) for name in NAMES]))
+    step("stock", lambda: store.stock(trainer.client_id, 1 << 20, lambda mapped, is_stopped: True, blank=True))
+    step("reserve", lambda: store.reserve(trainer.client_id, 1 << 19))
     step("gone", lambda: store.client_gone("ab" * 16))
     step("room", lambda: store.reserve(trainer.client_id, BUDGET - (2 << 20)))
     step(f"quarantine 3 {NAMES[0]}", lambda: store.quarantine(version(3).object(NAMES[0]), "a test"))
@@ -110,10 +119,11 @@ def check(paths: StorePaths, progress: list[str]) -> None:
     store = Store(paths, BUDGET)
     report = store.rebuild()
     assert report.quarantined == 0, report
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         held = store.objects(version(number))
         for name in NAMES:
-            seal, quarantine = f"seal {number} {name}", f"quarantine {number} {name}"
+            seal = f"ingest {number}" if number == 4 else f"seal {number} {name}"
+            quarantine = f"quarantine {number} {name}"
             if f"drop {number}" not in begun and seal in done and quarantine not in begun:
                 assert name in held, f"{seal} was done"
             assert name not in held or seal in begun

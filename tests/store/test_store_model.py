@@ -14,13 +14,14 @@ from store_support import Trainer, bytes_on_disk, version
 
 from replicator.errors import ObjectExistsError, SegmentError, StoreError, StoreFullError
 from replicator.ids import ContainerVersion, ObjectVersion
-from replicator.native import crc32c
+from replicator.native import block_crcs, combine_blocks, crc32c
 from replicator.store import Store
+from replicator.store.ingest import Item
 from replicator.store.paths import open_root
 from replicator.store.publish import publish
 from replicator.store.reader import ObjectReader, open_object
 from replicator.store.segment import MappedSegment
-from replicator.store.trailer import PAGE, capacity_for
+from replicator.store.trailer import PAGE, ObjectInfo, capacity_for
 from replicator.store.writer import ObjectWriter
 
 BLOCK = PAGE
@@ -192,6 +193,34 @@ class StoreMachine(RuleBasedStateMachine):
                 self.writers[one] = client
             self.objects[one] = writing.data
         writing.over = True
+
+    @rule(client=clients, ones=st.lists(OBJECTS, min_size=1, max_size=4, unique=True), size=SIZES)
+    def ingest(self, client: Client, ones: list[ObjectVersion], size: int) -> None:
+        """Many at once, each for itself."""
+        if not client.attached:
+            return
+        self.serial += 1
+        data = (b"%05d" % self.serial * (size // 5 + 1))[:size]
+        crcs = tuple(block_crcs(data, BLOCK))
+        crc, client_id = combine_blocks(crcs, size, BLOCK), client.trainer.client_id
+        items = [Item(ObjectInfo(one, size, crc, BLOCK, crcs, "node-a", client_id), data) for one in ones]
+        for one, error in zip(ones, self.store.ingest(items), strict=True):
+            there = self.objects.get(one)
+            if error is None:
+                assert there is None or there == data
+                self.objects[one] = data
+                self.writers.setdefault(one, client)
+            elif isinstance(error, ObjectExistsError):
+                assert there is not None
+                assert there != data
+            else:
+                assert isinstance(error, StoreFullError)
+
+    @rule(client=clients, pages=st.integers(1, 12), blank=st.booleans(), done=st.booleans())
+    def stock(self, client: Client, pages: int, blank: bool, done: bool) -> None:
+        """Ahead of need; or it is stopped."""
+        if client.attached:
+            self.store.stock(client.trainer.client_id, pages * PAGE, lambda mapped, is_stopped: done, blank)
 
     @rule(writing=writings)
     def release(self, writing: Writing) -> None:
