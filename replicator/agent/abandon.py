@@ -1,8 +1,8 @@
 """Saves that failed: no manifest of them will ever be, so their objects go, here and on all nodes.
 
 Only who coordinates an attempt knows that it will not be committed; a later incarnation of the job knows it of the
-attempts of earlier ones, of which no node has a manifest. Nothing with a manifest goes, and nothing for lack of contact:
-a node that is not told keeps what it has until it is told of the next one, or something newer is protected.
+attempts of earlier ones, of which no node has a manifest. Nothing with a manifest goes, and nothing for lack of
+contact: a node that is not told keeps what it has until it is told of the next one, or something newer is protected.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jo
     replicator.check_local = puller.check_local
     abandonment = Abandonment(config, address, store, jobs, peers, replicator, retention, counters)
     committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, abandonment, counters)
-    lookup = Lookup(config, address, store, jobs, peers, manifests, retention, counters)
+    lookup = Lookup(config, address, store, jobs, peers, manifests, retention, abandonment, counters)
     return AgentCore(
         config=config,
         identity=address.identity,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from replicator.agent.abandon import MAX_TOLD, Abandonment
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
@@ -58,6 +59,7 @@ class Lookup:
         peers: PeerDirectory,
         manifests: Manifests,
         retention: Retention,
+        abandonment: Abandonment,
         counters: Counters,
     ) -> None:
         self._config = config
@@ -67,10 +69,13 @@ class Lookup:
         self._peers = peers
         self._manifests = manifests
         self._retention = retention
+        self._abandonment = abandonment
         self._counters = counters
 
     async def run(self, job: str, epoch: int, deadline_s: float, step: int | None) -> types_pb2.Plan:
         """The newest recoverable container, or the one of `step`; why not, when there is none.
+
+        What earlier incarnations left uncommitted is abandoned when nobody who was asked has a manifest of it.
 
         Args:
             epoch: of the job that asks; 0 for an observer, who changes nothing.
@@ -105,6 +110,8 @@ class Lookup:
                 self._retention.note_recoverable(decision.version)
             if epoch:
                 await self._keep_manifest(decision.version, data)
+        if epoch and step is None and not silent:
+            await self._abandon_leftovers(job, epoch, inventories)
         log.info("recovery lookup", extra={"job": job, "epoch": epoch, "found": plan.found, "reason": plan.reason})
         return plan
 
@@ -139,6 +146,25 @@ class Lookup:
             await asyncio.to_thread(self._manifests.put, *data[version])
         except ReplicatorError as error:
             log.warning("the manifest of what is recovered cannot be stored", extra=fields(version, reason=error))
+
+    async def _abandon_leftovers(self, job: str, epoch: int, inventories: list[NodeInventory]) -> None:
+        """Everybody answered: what is of an earlier epoch and nowhere committed never will be."""
+        if epoch != self._jobs.epoch(job) or not self._jobs.is_member(job):
+            return
+        held: set[ContainerVersion] = set()
+        committed: set[ContainerVersion] = set()
+        for inventory in inventories:
+            for container in inventory.containers:
+                (held if container.manifest_crc32c is None else committed).add(container.version)
+        leftovers = sorted((one for one in held - committed if one.epoch < epoch), key=recency, reverse=True)[:MAX_TOLD]
+        if not leftovers:
+            return
+        reason = f"it was not committed when epoch {epoch} began"
+        nodes = [inventory.node for inventory in inventories]
+        try:
+            await self._abandonment.abandon(job, epoch, leftovers, reason, nodes)
+        except (ReplicatorError, OSError) as error:
+            log.warning("leftovers could not be dropped", extra={"job": job, "reason": error})
 
 
 class _Round:

@@ -205,3 +205,56 @@ def test_begin_does_not_wait_for_a_node_that_is_dead_and_that_one_hears_of_it_wi
     second = own_three.ranks[0].begin(3)
     own_three.ranks[0].begin(4, [second])
     wait_until(lambda: first not in _of_job(own_three, 1), "n1 dropped it")
+
+
+# -- after a restart of the job
+
+
+def test_what_an_earlier_incarnation_left_goes_when_everybody_answers(three: Cluster) -> None:
+    """Not what is committed, even on one node only, and nothing of the incarnation that looks."""
+    kept = _protect(three, 1)
+    committed = three.save(2, replicate=False)
+    three.ranks[0].commit(committed)
+    three.ranks[0].committed(committed.version)
+    left = three.save(3).version
+    _copied(three, left)
+    assert not three.ranks[0].lookup().unanswered
+    assert left in _of_job(three, 2), "it may still be committed"
+    three.join(2)
+    own = three.save(4).version
+    plan = three.ranks[1].lookup()
+    assert version_from_pb(plan.container) in (kept, committed.version)
+    _gone(three, left)
+    for index, node in enumerate(three.nodes):
+        for version in (kept, committed.version, own):
+            assert node.held(version.object(f"shard-{index}")) is not None, (index, version)
+
+
+def test_an_observer_and_a_lookup_of_one_step_change_nothing(three: Cluster) -> None:
+    left = three.save(1).version
+    three.join(2)
+    three.ranks[0].lookup(step=1)
+    three.ranks[0].epoch = 0
+    three.ranks[0].lookup()
+    time.sleep(0.5)
+    assert all(left in _of_job(three, index) for index in range(3))
+
+
+def test_nothing_goes_while_somebody_is_silent(own_three: Cluster) -> None:
+    """The only manifest may be there."""
+    kept = _protect(own_three, 1)
+    left = own_three.save(2).version
+    own_three.nodes[2].kill()
+    own_three.join(2, ranks=own_three.ranks[:2])
+    plan = own_three.ranks[0].lookup(deadline_s=1)
+    assert [one.node_id for one in plan.unanswered] == ["n2"]
+    time.sleep(0.5)
+    assert all(left in _of_job(own_three, index) for index in range(3))
+    own_three.nodes[2].start()
+
+    def everybody_answers() -> bool:
+        return not own_three.ranks[0].lookup().unanswered
+
+    wait_until(everybody_answers, "n2 is back")
+    _gone(own_three, left)
+    assert all(kept in _of_job(own_three, index) for index in range(3))
