@@ -14,7 +14,7 @@ from typing import NoReturn
 from replicator.admin.commands import demo, inspect_object, ls, nodes, pull, recover, status, version
 from replicator.admin.options import Parser, add_global_options
 from replicator.admin.partial_dir import Terminated
-from replicator.admin.printers import Printer
+from replicator.admin.printers import OutputError, Printer
 from replicator.errors import ReplicatorError
 
 COMMANDS = {module.NAME: module for module in (status, nodes, ls, inspect_object, recover, pull, demo, version)}
@@ -53,6 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its number instead of a failed command.
         sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return _run(given)
+    except OutputError as error:
+        if sys.stdout is not None:
+            # What Python would still flush at exit goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.reason:
+            print(f"replicator-admin: error: {error}", file=sys.stderr, flush=True)
+        return ReplicatorError.exit_code
+
+
+def _run(given: list[str]) -> int:
     # Known before the line is parsed, so that an early error is reported in the right form, too.
     named = next((text for text in given if text in COMMANDS), None)
     printer = Printer(named, as_json="--json" in given)
@@ -67,10 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_now(printer.error("Interrupted", "interrupted; nothing half-written was left behind", INTERRUPTED))
     except Terminated as error:
         _end_now(printer.error("Terminated", f"{error}; nothing half-written was left behind", error.exit_code))
-    except BrokenPipeError:
-        # The reader of our output is gone; what Python would still flush at exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ReplicatorError.exit_code
+    except OutputError:
+        raise
     except Exception as error:
         if "--debug" in given:
             traceback.print_exc()

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+class OutputError(Exception):
+    """stdout takes nothing. `reason` is empty when its reader has simply gone."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the result cannot be written to stdout: {reason}" if reason else "stdout has no reader")
+        self.reason = reason
+
+
 class Printer:
     """Prints the result of one command to stdout, as JSON or through a function that draws it for people.
 
@@ -31,12 +39,23 @@ class Printer:
         self._as_json = as_json
 
     def show(self, view: View, draw: Callable[[Page, View], None]) -> None:
-        """Print `view` in one go."""
-        if self._as_json:
-            print(json.dumps({"schema_version": SCHEMA_VERSION, "command": self._command, **view}), flush=True)
-        else:
-            draw(Page(), view)
-            sys.stdout.flush()
+        """Print `view` in one go.
+
+        Raises:
+            OutputError: stdout is closed, has no reader, or is a file on a full disk.
+        """
+        if sys.stdout is None:  # Python found it closed when it started.
+            raise OutputError("it is closed")
+        try:
+            if self._as_json:
+                print(json.dumps({"schema_version": SCHEMA_VERSION, "command": self._command, **view}), flush=True)
+            else:
+                draw(Page(), view)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise OutputError("") from None
+        except OSError as error:
+            raise OutputError(error.strerror or str(error)) from None
 
     def error(self, kind: str, message: str, exit_code: int) -> int:
         """One line on stderr; with --json also an object on stdout, so that there always is one. Returns exit_code."""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from replicator.errors import InvalidIdError
 from replicator.ids import validate_job
 
 DEFAULT_JOB = "default"
@@ -32,7 +33,7 @@ def find_job(given: str | None = None, environ: Mapping[str, str] | None = None)
         InvalidIdError: what was found cannot be a job id.
     """
     if given is not None:
-        return JobName(validate_job(given), "the job argument")
+        return JobName(_checked(given, "the job argument"), "the job argument")
     environ = os.environ if environ is None else environ
     for name in SOURCES:
         value = environ.get(name, "")
@@ -44,13 +45,21 @@ def find_job(given: str | None = None, environ: Mapping[str, str] | None = None)
                 f"job {value} is a random run id of torchrun: it lasts over elastic restarts, and a new launch will "
                 "not find its checkpoints. Set REPLICATOR_JOB, or torchrun --rdzv-id, to a lasting name"
             )
-        return JobName(validate_job(value), name, note)
+        return JobName(_checked(value, name), name, note)
     return JobName(
         DEFAULT_JOB,
         "the default",
         f"no job name was given and none of {', '.join(SOURCES)} is set; using {DEFAULT_JOB!r}. "
         "Two jobs of that name on the same nodes would supersede each other",
     )
+
+
+def _checked(value: str, origin: str) -> str:
+    try:
+        return validate_job(value)
+    except InvalidIdError as error:
+        source = f"{origin} (torchrun --rdzv-id)" if origin == "TORCHELASTIC_RUN_ID" else origin
+        raise InvalidIdError(f"{source}: {error}; give the job another name with REPLICATOR_JOB or init(job)") from None
 
 
 def _is_random(value: str) -> bool:

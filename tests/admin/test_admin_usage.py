@@ -138,14 +138,34 @@ def test_options_may_stand_on_either_side_of_the_command(shm_root: Path) -> None
     assert one_error_line(admin("--root", shm_root, "status")) == one_error_line(admin("status", "--root", shm_root))
 
 
-def test_closed_output_is_no_traceback() -> None:
+# The second fails already, and its error object cannot be printed either.
+@pytest.mark.parametrize("arguments", [("version",), ("ls", "a b", "--json"), ("version", "--json")])
+def test_output_without_a_reader_is_no_traceback(arguments: tuple[str, ...]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = subprocess.run(
-        command("version"), stdout=write_end, stderr=subprocess.PIPE, env=environment(), timeout=60, check=False
+        command(*arguments), stdout=write_end, stderr=subprocess.PIPE, env=environment(), timeout=60, check=False
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("version", "--json"), ("ls", "a b", "--json")])
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [("> /dev/full", b"No space left on device"), (">&-", b"it is closed")],
+    ids=["full", "closed"],
+)
+def test_output_that_takes_nothing_is_one_line(arguments: tuple[str, ...], output: str, reason: bytes) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {output}', "sh", *command(*arguments)],
+        stderr=subprocess.PIPE,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    expected = b"replicator-admin: error: the result cannot be written to stdout: " + reason + b"\n"
+    assert (done.returncode, done.stderr) == (1, expected)
 
 
 def test_help_of_every_command() -> None:

@@ -46,3 +46,20 @@ def test_random_run_id_has_a_note() -> None:
 def test_bad_names(bad: str) -> None:
     with pytest.raises(InvalidIdError, match="job id"):
         find_job(bad, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "named"),
+    [
+        ("a b", {}, "the job argument"),
+        (None, {"REPLICATOR_JOB": "a b"}, "REPLICATOR_JOB"),
+        (None, {"TORCHELASTIC_RUN_ID": "a b"}, "TORCHELASTIC_RUN_ID (torchrun --rdzv-id)"),
+    ],
+)
+def test_a_bad_name_is_told_with_its_origin_and_what_to_do(
+    given: str | None, environ: dict[str, str], named: str
+) -> None:
+    with pytest.raises(InvalidIdError) as caught:
+        find_job(given, environ)
+    assert str(caught.value).startswith(f"{named}: job id contains ' '; ")
+    assert str(caught.value).endswith("; give the job another name with REPLICATOR_JOB or init(job)")

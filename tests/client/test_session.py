@@ -13,7 +13,7 @@ from job_support import Node, RankError, nodes, run_alone, run_job
 
 import replicator
 from replicator.client.session import Session, open_session
-from replicator.errors import ConfigError, ForkedClientError, ReplicatorError, StaleEpochError
+from replicator.errors import ConfigError, ForkedClientError, InvalidIdError, ReplicatorError, StaleEpochError
 from replicator.ids import CheckpointContainerId
 
 
@@ -34,6 +34,9 @@ def test_alone_on_one_node(shm_root: Path, caplog: pytest.LogCaptureFixture) -> 
             assert plan.reason
             with pytest.raises(replicator.ReplicatorError):
                 plan.require()
+            for impossible in (-1, 1 << 63):
+                with pytest.raises(InvalidIdError, match="step must lie in"):
+                    session.lookup(step=impossible)
         assert len([record for record in caplog.records if "replica" in record.message.lower()]) == 1
         with alone(node) as session:
             assert session.epoch == first + 1
