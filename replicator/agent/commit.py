@@ -99,6 +99,7 @@ class Committer:
         self._abandonment = abandonment
         self._counters = counters
         self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
+        self._resumed: set[str] = set()  # jobs of which was taken up what was found at the start
         self._background = Background()
         self._own_copies = OwnCopies(
             config, address, store, jobs, peers, manifests, replicator, self._background, self.owner_reported
@@ -116,12 +117,17 @@ class Committer:
         Raises:
             StaleEpochError: a newer incarnation of the job is known.
             CommitError: another manifest of this version is stored here, an object of this node is missing, this
-                node is not its coordinator, or it was abandoned.
+                node is not its coordinator, it was abandoned, or no rank of this node has joined the epoch.
             StoreFullError: no room for it.
         """
         version = manifest.version
         job = version.container.job
         self._jobs.check(job, manifest.epoch)
+        if not self._jobs.has_joined(job, manifest.epoch):
+            raise CommitError(
+                f"{version} cannot be committed: no rank of node {self._address.node_id} has joined epoch "
+                f"{manifest.epoch} of the job here, so its members are not known; call JoinJob first"
+            )
         self._check_own(manifest)
         data = manifest_to_bytes(manifest)
         with self._abandonment.storing(version):
@@ -148,7 +154,7 @@ class Committer:
         """The owner says that these objects of its are acknowledged by all its buddies.
 
         Raises:
-            NotFoundError: no manifest of the container is stored here.
+            NotFoundError: no manifest of the container is stored here, or the job's members are not known here (yet).
             CommitError: this node is not its coordinator, or an object is not the manifest's.
         """
         manifest = self._require(version)
@@ -163,6 +169,8 @@ class Committer:
             return
         entry = self._open.get(version)
         if entry is None:
+            if not self._jobs.is_member(version.container.job):
+                raise NotFoundError(f"node {self._address.node_id} does not know the members of {version}'s job yet")
             entry = self._remember(manifest, epoch)
             self._distribute(entry, self._others(version.container.job), self._config.deadline_s)
         expected = {one.name: one for one in manifest.entries}
@@ -351,21 +359,34 @@ class Committer:
     # -- start, end and memory
 
     def resume(self) -> None:
-        """After a start: distribute and report again what is committed here and not protected."""
+        """After a start: distribute and report again what is committed here and not protected.
+
+        Jobs whose members are not known here wait until a rank joins them.
+        """
         for job in self._jobs.names():
-            versions = sorted(self._store.versions(job), key=recency, reverse=True)
-            taken = 0
-            for version in versions:
-                if self._store.is_protected(version) or taken == RESUMED_PER_JOB:
-                    break
-                manifest = self._manifests.get(version)
-                if manifest is None:
-                    continue
-                taken += 1
-                if manifest.coordinator_node_id == self._address.node_id and version not in self._open:
-                    entry = self._remember(manifest, self._jobs.epoch(job))
-                    self._distribute(entry, self._others(job), self._config.deadline_s)
-                self._own_copies.check(version)
+            if self._jobs.is_member(job):
+                self._resume_job(job)
+
+    def joined(self, job: str) -> None:
+        """The members of the job are known now."""
+        if job not in self._resumed:
+            self._resume_job(job)
+
+    def _resume_job(self, job: str) -> None:
+        self._resumed.add(job)
+        versions = sorted(self._store.versions(job), key=recency, reverse=True)
+        taken = 0
+        for version in versions:
+            if self._store.is_protected(version) or taken == RESUMED_PER_JOB:
+                break
+            manifest = self._manifests.get(version)
+            if manifest is None:
+                continue
+            taken += 1
+            if manifest.coordinator_node_id == self._address.node_id and version not in self._open:
+                entry = self._remember(manifest, self._jobs.epoch(job))
+                self._distribute(entry, self._others(job), self._config.deadline_s)
+            self._own_copies.check(version)
 
     async def close(self) -> None:
         """Give up what is under way; it is taken up by `resume` or by the trainers."""

@@ -111,6 +111,11 @@ class Jobs:
         """Whether this node takes part in the newest epoch that was joined here."""
         return any(node.node_id == self._address.node_id for node in self.members(job))
 
+    def has_joined(self, job: str, epoch: int) -> bool:
+        """Whether a rank of this node entered that epoch, so that its members are known here."""
+        state = self._states.get(job)
+        return state is not None and state.members_epoch == epoch and self.is_member(job)
+
     def everyone(self, job: str) -> tuple[NodeAddress, ...]:
         """Members, then nodes remembered from earlier epochs or told by peers. Node ids are unique."""
         state = self._states.get(job)

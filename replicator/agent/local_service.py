@@ -86,6 +86,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         if not members:
             members = await self._configured_members(request.job)
         found = self._core.jobs.join(request.job, request.epoch, members, request.replicas)
+        self._core.committer.joined(request.job)
         log.info(
             "job joined",
             extra={"job": request.job, "epoch": request.epoch, "members": len(members), "buddies": found.node_ids},

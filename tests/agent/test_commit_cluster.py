@@ -191,6 +191,48 @@ def test_a_coordinator_killed_between_commit_and_protection_takes_it_up_again(ow
         wait_until(lambda node=node: manifest.version in node.protected(), f"it is protected on {node.node_id}")
 
 
+def test_a_commit_needs_the_members_of_its_epoch(own_three: Cluster) -> None:
+    """Decision 12: with unknown members one node would be all there are, or those of the last epoch would count."""
+    coordinator = own_three.ranks[0]
+    before = own_three.save(1)
+    coordinator.epoch = 2  # What it says makes the epoch known; nobody entered it.
+    stranger = own_three.save(2, replicate=False)
+    with pytest.raises(CommitError, match="joined epoch 2"):
+        coordinator.commit(stranger)
+    with pytest.raises(StaleEpochError):
+        coordinator.commit(before)
+    coordinator.job = "another"
+    unknown = own_three.save(1, ranks=[coordinator], replicate=False)
+    with pytest.raises(CommitError, match="joined epoch 2"):
+        coordinator.commit(unknown)
+    assert not own_three.nodes[0].committed()
+
+
+def test_who_forgot_the_members_takes_its_containers_up_again_when_it_joins(own_three: Cluster) -> None:
+    """Alone it would call them committed on one node."""
+    first, *others = own_three.nodes
+    manifest = own_three.save(1, replicate=False)
+    for node in others:
+        assert node.agent is not None
+        node.agent.signal(signal.SIGSTOP)
+    own_three.ranks[0].commit(manifest, deadline_s=0.5)
+    assert not own_three.ranks[0].committed(manifest.version).ok
+    first.kill()
+    first.paths.job(own_three.ranks[0].job).unlink()
+    first.start("--port", str(first.port))
+    for node in others:
+        assert node.agent is not None
+        node.agent.signal(signal.SIGCONT)
+    time.sleep(1)
+    assert first.counter("containers_committed") == 0
+    assert not first.protected()
+    own_three.ranks[0].attach()
+    own_three.join()
+    for node in own_three.nodes:
+        wait_until(lambda node=node: manifest.version in node.protected(), f"it is protected on {node.node_id}")
+    assert others[0].held(manifest.version.object("shard-0")) is not None
+
+
 # -- the receiver, spoken to directly
 
 
