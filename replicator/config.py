@@ -189,7 +189,10 @@ class AgentConfig:
                 f"bind = {self.bind!r} listens everywhere; say with advertise which address peers should use"
             )
         for peer in self.peers:
-            split_address(peer)
+            try:
+                split_address(peer)
+            except ConfigError as error:
+                raise ConfigError(f"peers: {error}") from None
         if self.serve_limit_bytes_per_s and self.serve_limit_bytes_per_s < MIN_SERVE_LIMIT:
             raise ConfigError(
                 f"serve_limit_bytes_per_s: expected 0 or at least {MIN_SERVE_LIMIT}, found "
@@ -276,13 +279,26 @@ def load_config(
     environ = os.environ if environ is None else environ
     file = file or environ.get("REPLICATOR_AGENT_CONFIG") or None
     values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def take(raw: Mapping[str, Any], origin: str) -> None:
+        values.update(_convert(raw, origin))
+        origins.update(dict.fromkeys(raw, origin))
+
     if file is not None:
-        values.update(_from_file(Path(file)))
+        take(_from_file(Path(file)), str(file))
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and name not in CLIENT_ENV:
-            values.update(_convert({name[len(ENV_PREFIX) :].lower(): text}, f"environment variable {name}"))
-    values.update(_convert({k: v for k, v in (flags or {}).items() if v is not None}, "command line"))
-    return AgentConfig(**values)
+            take({name[len(ENV_PREFIX) :].lower(): text}, f"environment variable {name}")
+    take({k: v for k, v in (flags or {}).items() if v is not None}, "command line")
+    try:
+        return AgentConfig(**values)
+    except ConfigError as error:
+        # The first setting that it names is the one to look at; a default has no origin.
+        named = next((word for word in re.findall(r"\w+", str(error)) if word in origins), None)
+        if named is None:
+            raise
+        raise ConfigError(f"{origins[named]}: {error}") from None
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -293,7 +309,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return _convert(table, str(path))
+    return table
 
 
 def _convert(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -325,7 +341,10 @@ def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
             return False
         raise wrong("true or false")
     if is_size and isinstance(value, str):
-        return parse_size(value)
+        try:
+            return parse_size(value)
+        except ConfigError:
+            raise wrong("a size like 512Mi or 2G") from None
     if kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise wrong("a number")

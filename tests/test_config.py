@@ -136,15 +136,15 @@ def test_missing_file(tmp_path: Path) -> None:
         ('node_id = "../x"', "node_id: node id contains '/'"),
         ('node_id = ""', "node_id: node id is empty"),
         ('root = ""', "root: expected a directory"),
-        ('peers = ["10.0.0.1"]', r"expected an address like 10\.0\.0\.1:7070, found '10\.0\.0\.1'"),
+        ('peers = ["10.0.0.1"]', r"peers: expected an address like 10\.0\.0\.1:7070, found '10\.0\.0\.1'"),
         ("peers = [1]", "peers expects a list of addresses"),
         ("peers = 1", "peers expects a list of addresses"),
         ("replicas = -1", "replicas: expected 0 or more"),
         ("keep_last = 0", "keep_last: expected 1 or more"),
         ("connections_per_peer = 0", "connections_per_peer: expected 1 or more"),
         ("budget_bytes = -1", "budget_bytes: expected 0 or more"),
-        ('budget_bytes = "-1G"', "expected a size like 512Mi or 2G"),
-        ('budget_bytes = "inf"', "expected a size like 512Mi or 2G"),
+        ('budget_bytes = "-1G"', "budget_bytes expects a size like 512Mi or 2G"),
+        ('budget_bytes = "inf"', "budget_bytes expects a size like 512Mi or 2G"),
         ('lane = "pigeon"', "lane: expected one of auto, bulk, grpc, found 'pigeon'"),
         ('log_level = "loud"', "log_level: expected one of"),
         ('socket_mode = "rw"', "socket_mode: expected octal digits"),
@@ -160,6 +160,21 @@ def test_wrong_values_are_one_clear_line(tmp_path: Path, toml: str, reason: str)
     with pytest.raises(ConfigError, match=reason) as caught:
         load_config(environ={}, file=file)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{file}: ")
+
+
+def test_a_value_that_cannot_be_is_told_with_where_it_came_from(tmp_path: Path) -> None:
+    """Of the ways that gave it, the one that won."""
+    file = tmp_path / "agent.toml"
+    file.write_text("port = 70000\nbudget_bytes = 1")
+    with pytest.raises(ConfigError, match=r"^environment variable REPLICATOR_PORT: port: expected 0\.\.65535"):
+        load_config(environ={"REPLICATOR_PORT": "70001"}, file=file)
+    with pytest.raises(ConfigError, match=r"^command line: port: expected"):
+        load_config(flags={"port": "70002"}, environ={"REPLICATOR_PORT": "1"}, file=file)
+    with pytest.raises(ConfigError, match=r"^command line: budget_bytes expects a size like 512Mi or 2G, found '12Q'$"):
+        load_config(flags={"budget_bytes": "12Q", "port": "1"}, environ={}, file=file)
+    with pytest.raises(ConfigError, match=r"^command line: bind = '10\.0\.0\.1' is not a loopback address"):
+        load_config(flags={"bind": "10.0.0.1", "port": "1"}, environ={}, file=file)
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "10.0.0.1", "::", "fd00::1", "example.org", "0", "::ffff:10.0.0.1"])

@@ -211,11 +211,11 @@ def open_root(root: str | Path, create: bool) -> StorePaths:
             if not marker.exists():
                 write_atomic(marker, json.dumps({"format": FORMAT_VERSION, "store_id": secrets.token_hex(16)}).encode())
         text = marker.read_text()
-    except FileNotFoundError:
-        raise StoreRootError(
-            f"{path} is not a store: it has no store.json; start replicator-agent there first"
-        ) from None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not create:
+            raise StoreRootError(
+                f"{path} is not a store: it has no store.json; start replicator-agent there first"
+            ) from None
         raise StoreRootError(
             f"cannot use {path} as a store: {error.strerror}; give a directory that this user may write, with --root"
         ) from None

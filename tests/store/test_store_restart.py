@@ -85,6 +85,14 @@ def test_bad_roots(shm_root: Path, spoil: str) -> None:
         open_root(root, create=spoil in ("file", "format", "garbage"))
 
 
+def test_a_root_that_cannot_be_made_is_not_called_a_store_without_a_marker() -> None:
+    """Where no directory can be made, the error of the system is "No such file or directory"."""
+    with pytest.raises(StoreRootError, match="No such file or directory; give a directory that this user may write"):
+        open_root("/proc/replicator", create=True)
+    with pytest.raises(StoreRootError, match="it does not exist; start the agent with --root"):
+        open_root("/proc/replicator", create=False)
+
+
 def test_a_root_on_a_disk_is_allowed_with_a_warning(tmp_path: Path) -> None:
     paths = open_root(tmp_path / "r", create=True)
     assert (paths.filesystem == "tmpfs") == (paths.warning == "")
