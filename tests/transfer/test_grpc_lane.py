@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -98,22 +99,36 @@ async def test_a_reader_that_takes_nothing_is_given_up(peer: Peer) -> None:
     server, address = await serve(
         lambda request: open_object(peer.paths, object_from_pb(request.object)), max_reads=1, send_timeout_s=0.4
     )
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.unary_stream(
-            f"/{SERVICE}/{METHOD}",
-            request_serializer=data_pb2.ReadRequest.SerializeToString,
-            response_deserializer=None,
-        )(data_pb2.ReadRequest(object=object_to_pb(info.object), length_bytes=info.size))
-        await call.read()
-        assert is_locked(peer.path(info))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(address, info, 0, 10)
-        error = error_from_rpc(caught.value, "bytes", "node-a", 10)
-        assert isinstance(error, TransferError)
-        assert "all 1 reads at a time are taken" in str(error)
-        assert await asyncio.to_thread(eventually, lambda: not is_locked(peer.path(info)))
-        assert await read(address, info, 0, 10) == [some_bytes(1 << 20)[:10]]
-    await server.stop(None)
+    refused = asyncio.Event()
+
+    async def take_slowly(call: Any) -> None:
+        """One piece at a time, so that the stream counts as alive until the second reader was refused."""
+        while not refused.is_set():
+            await call.read()
+            await asyncio.sleep(0.05)
+
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_stream(
+                f"/{SERVICE}/{METHOD}",
+                request_serializer=data_pb2.ReadRequest.SerializeToString,
+                response_deserializer=None,
+            )(data_pb2.ReadRequest(object=object_to_pb(info.object), length_bytes=info.size))
+            await call.read()
+            assert is_locked(peer.path(info))
+            slow = asyncio.ensure_future(take_slowly(call))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read(address, info, 0, 10)
+            refused.set()
+            await slow
+            error = error_from_rpc(caught.value, "bytes", "node-a", 10)
+            assert isinstance(error, TransferError)
+            assert "all 1 reads at a time are taken" in str(error)
+            assert await asyncio.to_thread(eventually, lambda: not is_locked(peer.path(info)))
+            assert await read(address, info, 0, 10) == [some_bytes(1 << 20)[:10]]
+    finally:
+        # Without this a failure here would keep the process from ending: gRPC's thread waits for its server.
+        await server.stop(None)
 
 
 async def test_a_reader_that_goes_away_frees_the_object(peer: Peer) -> None:
