@@ -130,27 +130,27 @@ def test_what_was_abandoned_cannot_be_committed(three: Cluster) -> None:
     assert all(failed.version not in _of_job(three, index) for index in range(3))
 
 
-def test_what_comes_of_it_later_is_refused(three: Cluster) -> None:
+def test_what_comes_of_it_later_is_refused(own_three: Cluster) -> None:
     """A copy (F48), and what a rank of another node is still writing."""
-    failed = three.save(1, ranks=three.ranks[:2]).version
-    info = three.nodes[0].held(failed.object("shard-0"))
+    failed = own_three.save(1, ranks=own_three.ranks[:2]).version
+    info = own_three.nodes[0].held(failed.object("shard-0"))
     assert info is not None
-    wait_until(lambda: three.nodes[1].held(info.object) is not None, "n1 has a copy")
-    _abandon(three, failed)
-    _gone(three, failed)
+    wait_until(lambda: own_three.nodes[1].held(info.object) is not None, "n1 has a copy")
+    _abandon(own_three, failed)
+    _gone(own_three, failed)
     request = peer_pb2.OfferRequest(
-        sender=sender_to_pb(_sender(three, 0)),
+        sender=sender_to_pb(_sender(own_three, 0)),
         objects=[info_to_pb(info)],
-        source=node_address_to_pb(three.nodes[0].address),
+        source=node_address_to_pb(own_three.nodes[0].address),
         deadline_ms=1000,
     )
-    (event,) = three.nodes[1].offer(request)
+    (event,) = own_three.nodes[1].offer(request)
     assert event.failed.error_kind == "ReplicationError"
     assert "failed" in event.failed.error_message
-    for rank in three.ranks:
+    for rank in own_three.ranks:
         with pytest.raises(CommitError, match="abandoned"):
             rank.write(failed.object("late"), b"late")
-    assert all(failed not in _of_job(three, index) for index in range(3))
+    assert all(failed not in _of_job(own_three, index) for index in range(3))
 
 
 def test_nothing_with_a_manifest_is_abandoned(three: Cluster) -> None:
