@@ -28,8 +28,9 @@ from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
 from replicator.config import AgentConfig
+from replicator.decide.placement import buddies
 from replicator.decide.types import HeldObject, Manifest, listed, recency
-from replicator.errors import CommitError, NotFoundError, ReplicatorError, StaleEpochError
+from replicator.errors import CommitError, NotFoundError, ReplicationError, ReplicatorError, StaleEpochError
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
@@ -44,6 +45,8 @@ from replicator.wire import (
 
 MAX_OPEN = 64
 MAX_REPORTS = 8
+# A committed container of which nothing was acknowledged for so long: who waits for its protection is told.
+UNPROTECTED_DEADLINES = 20
 # Unprotected containers of a job that are taken up again after a restart.
 RESUMED_PER_JOB = 2
 
@@ -64,6 +67,7 @@ class _Open:
     committed: bool = False
     acknowledged: dict[str, set[str]] = field(default_factory=dict)  # owner -> names of its objects
     distribution: asyncio.Task[None] | None = None
+    progressed_at: float = 0.0
 
     def missing_owners(self) -> list[str]:
         """Owners who have not reported all their objects."""
@@ -102,7 +106,16 @@ class Committer:
         self._resumed: set[str] = set()  # jobs of which was taken up what was found at the start
         self._background = Background()
         self._own_copies = OwnCopies(
-            config, address, store, jobs, peers, manifests, replicator, self._background, self.owner_reported
+            config,
+            address,
+            store,
+            jobs,
+            peers,
+            manifests,
+            replicator,
+            self._background,
+            self.owner_reported,
+            self._progressed,
         )
 
     # -- the coordinator
@@ -112,7 +125,8 @@ class Committer:
 
         Its file is in the store when this returns; peers are not waited for. `report` is called in the loop,
         later: with `ok` and not `is_protected` when enough nodes have it, with `is_protected` when it is
-        protected, or once with an error. Idempotent for an identical manifest.
+        protected, or once with an error, also when it is committed and nothing of it is acknowledged any more.
+        Idempotent for an identical manifest.
 
         Raises:
             StaleEpochError: a newer incarnation of the job is known.
@@ -146,6 +160,7 @@ class Committer:
         entry.reports = [*entry.reports[-MAX_REPORTS + 1 :], report]
         if entry.committed:
             asyncio.get_running_loop().call_soon(self._tell, entry, self._event(entry))
+            self._watch(entry)
         self._distribute(entry, members, deadline_s)
         self._own_copies.check(version)
         return asked
@@ -179,6 +194,7 @@ class Committer:
             if wanted is None or (wanted.size, wanted.crc32c, wanted.owner_node_id) != (held.size, held.crc32c, owner):
                 raise CommitError(f"{owner} reports {held.name} of {version}, which is not in its manifest like that")
         entry.acknowledged.setdefault(owner, set()).update(held.name for held in objects)
+        self._progressed(version)
         self._protect_if_due(entry)
 
     def _check_own(self, manifest: Manifest) -> None:
@@ -269,7 +285,49 @@ class Committer:
             self._counters.add("containers_committed")
             log.info("container committed", extra=fields(entry.manifest.version, nodes=len(entry.stored_on)))
             self._tell(entry, self._event(entry))
+            self._watch(entry)
             self._protect_if_due(entry)
+
+    def _progressed(self, version: ContainerVersion) -> None:
+        entry = self._open.get(version)
+        if entry is not None:
+            entry.progressed_at = asyncio.get_running_loop().time()
+
+    def _watch(self, entry: _Open) -> None:
+        """Those who wait for its protection hear when it does not get any further. It may still be protected later."""
+        limit_s = UNPROTECTED_DEADLINES * self._config.deadline_s
+        loop = asyncio.get_running_loop()
+        entry.progressed_at = loop.time()
+
+        async def watch() -> None:
+            while True:
+                left = entry.progressed_at + limit_s - loop.time()
+                if left <= 0:
+                    break
+                await asyncio.sleep(left)
+            self._fail(entry, self._why_not_protected(entry, limit_s))
+            entry.reports = []
+
+        self._background.spawn("watch", entry.manifest.version, watch())
+
+    def _why_not_protected(self, entry: _Open, limit_s: float) -> ReplicationError:
+        version = entry.manifest.version
+        job = version.container.job
+        members = [node.node_id for node in self._jobs.members(job)]
+        reasons = []
+        for owner in entry.missing_owners():
+            if owner == self._address.node_id:
+                whom = list(self._own_copies.lacking(version))
+            elif owner in members:
+                whom = list(buddies(owner, members, self._jobs.replicas(job)).node_ids)
+            else:
+                whom = []
+            reasons.append(f"objects of {owner} by {listed(whom) or 'its buddies'}")
+        return ReplicationError(
+            f"{version} is committed and not protected: for {limit_s:.1f} s nothing of it was acknowledged, and still "
+            f"awaited are {listed(reasons)}. Its objects are intact on their owners; it is protected later when the "
+            "buddies come back before a newer one is committed"
+        )
 
     def _protect_if_due(self, entry: _Open) -> None:
         version = entry.manifest.version
@@ -396,6 +454,7 @@ class Committer:
         """The container is protected: forget what is kept in memory of it and of older ones, then drop those."""
         job = version.container.job
         self._open.pop(version, None)
+        self._background.cancel("watch", version)
         self._own_copies.forget(version)
         for older in [one for one in self._open if one.container.job == job and recency(one) < recency(version)]:
             self._forget(older, f"{version} is newer and protected")
@@ -404,6 +463,7 @@ class Committer:
     def _forget(self, version: ContainerVersion, reason: str) -> None:
         entry = self._open.pop(version)
         self._background.cancel("distribute", version)
+        self._background.cancel("watch", version)
         self._fail(entry, CommitError(f"{version} was never protected: {reason}"))
 
     def _fail(self, entry: _Open, error: ReplicatorError) -> None:

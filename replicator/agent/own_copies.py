@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.config import AgentConfig
-from replicator.decide.types import HeldObject, Manifest
+from replicator.decide.types import HeldObject, Manifest, recency
 from replicator.errors import CommitError, ReplicatorError, StaleEpochError
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.store import Store
@@ -26,6 +27,8 @@ from replicator.v1 import peer_pb2
 from replicator.wire import OBJECTS_PER_INVENTORY_MESSAGE, held_to_pb, sender_to_pb, version_to_pb
 
 MAX_REPORTED = 64
+# What lacks a copy is offered again after one deadline, then after twice that, and so on up to so many.
+MAX_PAUSE_DEADLINES = 10
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class OwnCopies:
 
     Args:
         tell_here: takes the report where this node is itself the coordinator: version, owner, objects.
+        progressed: told of a container whenever something of this node was acknowledged.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class OwnCopies:
         replicator: Replicator,
         background: Background,
         tell_here: Callable[[ContainerVersion, str, Sequence[HeldObject]], None],
+        progressed: Callable[[ContainerVersion], None],
     ) -> None:
         self._deadline_s = config.deadline_s
         self._node_id = address.node_id
@@ -58,6 +63,7 @@ class OwnCopies:
         self._replicator = replicator
         self._background = background
         self._tell_here = tell_here
+        self._progressed = progressed
         self._reported: OrderedDict[ContainerVersion, None] = OrderedDict()
         replicator.on_acknowledged = self._on_acknowledged
         replicator.on_lost = self.check
@@ -77,6 +83,7 @@ class OwnCopies:
         missing = self._missing(version, mine)
         if missing:
             self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
+            self._background.spawn("offer again", version, self._offer_again(version))
         elif again or version not in self._reported:
             self._background.spawn("report", version, self._report(manifest, mine))
 
@@ -84,6 +91,33 @@ class OwnCopies:
         """The container is protected."""
         self._replicator.forget(version)
         self._reported.pop(version, None)
+        self._background.cancel("offer again", version)
+
+    def lacking(self, version: ContainerVersion) -> tuple[str, ...]:
+        """The buddies of this node that have not acknowledged all its objects of the container."""
+        manifest = self._manifests.get(version)
+        names = [held.name for held in self._of_this_node(manifest)] if manifest is not None else []
+        return self._replicator.lacking(version, names)
+
+    async def _offer_again(self, version: ContainerVersion) -> None:
+        """A buddy that was given up may come back, as long as nothing newer is committed."""
+        job = version.container.job
+        pauses = 1
+        while True:
+            await asyncio.sleep(self._deadline_s * pauses * (0.75 + random.random() / 2))
+            pauses = min(2 * pauses, MAX_PAUSE_DEADLINES)
+            manifest = self._manifests.get(version)
+            if manifest is None or self._store.is_protected(version):
+                return
+            if any(
+                recency(newer) > recency(version) and self._store.manifest(newer) is not None
+                for newer in self._store.versions(job)
+            ):
+                return
+            missing = self._missing(version, self._of_this_node(manifest))
+            if not missing:
+                return
+            self._replicator.ensure(missing, self._jobs.epoch(job))
 
     def _missing(self, version: ContainerVersion, held: Sequence[HeldObject]) -> list[ObjectVersion]:
         return self._replicator.unacknowledged(version, (one.name for one in held))
@@ -96,6 +130,7 @@ class OwnCopies:
         ]
 
     def _on_acknowledged(self, version: ContainerVersion) -> None:
+        self._progressed(version)
         manifest = self._manifests.get(version)
         if manifest is None or self._store.is_protected(version):
             return

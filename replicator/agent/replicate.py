@@ -146,6 +146,13 @@ class Replicator:
         buddies = self._jobs.buddies(job).node_ids
         return [version.object(name) for name in names if any((name, buddy) not in acks for buddy in buddies)]
 
+    def lacking(self, version: ContainerVersion, names: Iterable[str]) -> tuple[str, ...]:
+        """The buddies of this node that did not acknowledge all of these objects."""
+        acks = self._acks.get(version, {})
+        buddies = self._jobs.buddies(version.container.job).node_ids
+        wanted = list(names)
+        return tuple(buddy for buddy in buddies if any((name, buddy) not in acks for name in wanted))
+
     def acknowledged(self, one: ObjectVersion) -> bool:
         """Whether every buddy has the object. See `unacknowledged`."""
         return not self.unacknowledged(one.version, (one.name,))
