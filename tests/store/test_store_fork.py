@@ -13,7 +13,7 @@ from pathlib import Path
 from store_support import MIB, Trainer, version
 
 from replicator.store import Store
-from replicator.store.client_lock import is_client_alive
+from replicator.store.client_lock import ClientLock, is_client_alive
 from replicator.store.reader import open_object
 
 
@@ -51,6 +51,20 @@ def test_a_child_that_closes_the_lock_does_not_make_its_parent_look_dead(store: 
     with child(close):
         assert store.paths.client(trainer.client_id).exists()
         assert is_client_alive(store.paths, trainer.client_id)
+
+
+def test_a_living_process_is_not_given_up(store: Store) -> None:
+    """Its lock file stays, or it would look dead, and memory that it can still write into would go to others."""
+    client_id = "ab" * 16
+
+    def acquire() -> bool:
+        ClientLock(store.paths, client_id).acquire()
+        return True
+
+    with child(acquire):
+        store.client_gone(client_id)
+        assert is_client_alive(store.paths, client_id)
+    assert not is_client_alive(store.paths, client_id)
 
 
 def test_a_child_does_not_hold_what_its_parent_read(store: Store, trainer: Trainer) -> None:

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 from store_support import Trainer, bytes_on_disk, version
 
 from replicator.errors import ObjectExistsError, SegmentError, StoreError, StoreFullError
@@ -28,9 +37,8 @@ BLOCK = PAGE
 BUDGET = 60 * PAGE
 SIZES = st.sampled_from([0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 9 * PAGE + 5])
 OBJECTS = st.builds(
-    lambda step, generation, name: version(step, generation << 20).object(name),
+    lambda step, name: version(step).object(name),
     st.integers(0, 2),
-    st.integers(1, 2),
     st.sampled_from(["a", "b/c"]),
 )
 VERSIONS = OBJECTS.map(lambda one: one.version)
@@ -78,6 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.manifests: dict[ContainerVersion, bytes] = {}
         self.protected: set[ContainerVersion] = set()
         self.readings_open: list[Reading] = []
+        self.writings_open: list[Writing] = []
         self.quarantined = 0
         self.serial = 0
         self.store = self._open()
@@ -99,11 +108,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- trainers
 
+    @precondition(lambda self: sum(client.alive for client in self.by_id.values()) < 3)
     @rule(target=clients)
     def new_client(self) -> Client:
         client = Client(Trainer(self.paths))
         self.by_id[client.trainer.client_id] = client
         return client
+
+    @initialize(target=clients)
+    def first_client(self) -> Client:
+        return self.new_client()
 
     @rule(client=clients)
     def hang(self, client: Client) -> None:
@@ -119,6 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not client.alive or client.attached:
             return
         mine = {self.store.paths.object(one).stat().st_ino for one, by in self.writers.items() if by is client}
+        mine |= {w.writer.mapped.inode for w in self.writings_open if w.client is client and not w.over}
         for mapped in client.old:
             if mapped.inode not in mine:
                 mapped.view[:] = b"!" * mapped.capacity
@@ -138,11 +153,11 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, client: Client, one: ObjectVersion, size: int, room: int) -> object:
         if not client.attached:
             return multiple()
-        self.serial += 1
-        data = (b"%05d" % self.serial * (size // 5 + 1))[:size]
+        data = self._content(one, size)
         try:
             writer = client.trainer.writer(self.store, one, capacity_for(room, BLOCK), BLOCK)
         except StoreFullError:
+            self._must_be_full(capacity_for(room, BLOCK))
             return multiple()
         try:
             writer.write(data[: size // 2])
@@ -150,10 +165,31 @@ class StoreMachine(RuleBasedStateMachine):
             area[:] = data[size // 2 :]
             del area
         except StoreFullError:
+            self._must_be_full(capacity_for(size, BLOCK))
             self.store.release(client.trainer.client_id, writer.mapped.name)
             return multiple()
         client.old.append(writer.mapped)
-        return Writing(client, one, data, writer)
+        writing = Writing(client, one, data, writer)
+        self.writings_open.append(writing)
+        return writing
+
+    def _content(self, one: ObjectVersion, size: int) -> bytes:
+        """New bytes, or, when that is the size of what is sealed already, those."""
+        there = self.objects.get(one)
+        if there is not None and len(there) == size:
+            return there
+        self.serial += 1
+        return (b"%05d" % self.serial * (size // 5 + 1))[:size]
+
+    def _must_be_full(self, wanted: int) -> None:
+        usage = self.store.usage()
+        assert usage.sealed_bytes + usage.reserved_bytes + wanted > BUDGET
+
+    @rule(client=clients, one=OBJECTS, size=SIZES)
+    def save(self, client: Client, one: ObjectVersion, size: int) -> None:
+        writing = self.write(client, one, size, size)
+        if isinstance(writing, Writing):
+            self.seal(writing)
 
     @rule(writing=writings)
     def seal(self, writing: Writing) -> None:
@@ -215,6 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert there != data
             else:
                 assert isinstance(error, StoreFullError)
+                self._must_be_full(capacity_for(size, BLOCK))
 
     @rule(client=clients, pages=st.integers(1, 12), blank=st.booleans(), done=st.booleans())
     def stock(self, client: Client, pages: int, blank: bool, done: bool) -> None:
@@ -328,7 +365,7 @@ class TestStore(StoreMachine.TestCase):  # type: ignore[misc, name-defined]
     """Promises 1, 7, 9 and 10; F03, F17, F24, F27."""
 
     settings = settings(
-        max_examples=60,
+        max_examples=100,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

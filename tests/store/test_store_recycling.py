@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,3 +194,37 @@ def test_a_mapping_is_of_the_segment_that_was_reserved(store: Store, trainer: Tr
     ):
         with pytest.raises(StoreError, match="segment"):
             mappings.get(name, inode, capacity)
+
+
+def test_a_process_lets_go_of_what_was_removed(store: Store, trainer: Trainer) -> None:
+    """F24: or a mapping would keep memory that no budget knows of."""
+    trainer.save(store, version(1).object("a"), b"1" * (40 * MIB))
+    store.drop(version(1))
+    trainer.save(store, version(2).object("a"), b"2" * (60 * MIB))
+    assert 60 * MIB < trainer.mappings.mapped_bytes() < 61 * MIB
+
+
+def test_a_reader_that_waits_for_the_recycler_finds_nothing(store: Store, trainer: Trainer) -> None:
+    """Between its open and its lock the file became a free segment."""
+    one = version().object("a")
+    trainer.save(store, one, b"abc")
+    path = store.paths.object(one)
+    recycler = os.open(path, os.O_RDWR)
+    fcntl.flock(recycler, fcntl.LOCK_EX)
+    before = _descriptors_of(path)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(open_object, store.paths, one)
+        while _descriptors_of(path) == before:
+            assert not reading.done()
+        path.rename(store.paths.segments / f"f.{trainer.client_id}.{'0' * 16}")
+        os.close(recycler)
+        with pytest.raises(ObjectNotFoundError, match="any more"):
+            reading.result(10)
+
+
+def _descriptors_of(path: Path) -> int:
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += os.path.samestat(link.stat(), path.stat())
+    return count

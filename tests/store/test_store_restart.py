@@ -15,6 +15,7 @@ from replicator.store import JobState, Store
 from replicator.store.paths import open_root
 from replicator.store.publish import publish
 from replicator.store.reader import open_object
+from replicator.store.trailer import capacity_for
 
 
 def test_damaged_files_are_put_away_and_the_rest_is_found(store: Store, trainer: Trainer) -> None:
@@ -192,6 +193,34 @@ def test_a_damaged_manifest_is_no_commit(store: Store, trainer: Trainer) -> None
     assert again.manifest(version()) is None
     assert sorted(again.objects(version())) == ["a"]
     again.put_manifest(version(), b"manifest", crc32c(b"manifest"))
+    again.close()
+
+
+def test_a_damaged_table_is_no_object(store: Store, trainer: Trainer) -> None:
+    one = version().object("a")
+    writer = trainer.writer(store, one, capacity_for(1 << 18, 64), block_size=64)
+    writer.write(bytes(1 << 18))
+    store.seal(trainer.client_id, writer.mapped.name, writer.close())
+    with store.paths.object(one).open("r+b") as stream:
+        stream.seek((1 << 18) + 100)
+        stream.write(b"!")
+    again = reopened(store)
+    assert again.get(one) is None
+    assert again.usage().quarantined_objects == 1
+    again.close()
+
+
+def test_a_segment_that_is_an_object_already_is_only_that(store: Store, trainer: Trainer) -> None:
+    """A crash in the middle of a rename on a file system that needs two calls for it."""
+    one = version().object("a")
+    trainer.save(store, one, b"abc")
+    other_name = store.paths.segments / f"w.{trainer.client_id}.{'0' * 16}"
+    other_name.hardlink_to(store.paths.object(one))
+    again = reopened(store)
+    assert not other_name.exists()
+    with open_object(again.paths, one) as held:
+        assert bytes(held.view) == b"abc"
+    check_accounts(again)
     again.close()
 
 
