@@ -257,6 +257,12 @@ class SegmentPool:
             if reservation.inode == inode:
                 self._unreserve(reservation.segment)
 
+    def forget_removed(self) -> None:
+        """Reservations end whose files their clients removed, because the object was there already."""
+        for segment in list(self._reserved):
+            if not (self._paths.segments / segment).exists():
+                self._unreserve(segment)
+
     def release(self, segment: str) -> None:
         """A reservation ends without an object."""
         if not self._unreserve(segment):

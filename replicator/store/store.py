@@ -389,6 +389,7 @@ class Store:
             ObjectNotFoundError, CorruptObjectError: it is not there, or not valid.
         """
         with self._lock:
+            self._pool.forget_removed()
             return self._add(one)
 
     def _add(self, one: ObjectVersion) -> ObjectInfo:

@@ -228,3 +228,17 @@ def _descriptors_of(path: Path) -> int:
         with contextlib.suppress(OSError):
             count += os.path.samestat(link.stat(), path.stat())
     return count
+
+
+def test_a_second_copy_that_a_trainer_publishes_by_itself_is_no_reservation_any_more(
+    store: Store, trainer: Trainer
+) -> None:
+    """The object is there already, so the trainer removes the file, and the agent hears of it with the adoption."""
+    one = version().object("a")
+    trainer.save(store, one, b"abc")
+    writer = trainer.writer(store, one, MIB)
+    writer.write(b"abc")
+    publish(store.paths, writer.mapped.name, writer.close())
+    store.adopt(one)
+    assert store.usage().reserved_bytes == 0
+    check_accounts(store)
