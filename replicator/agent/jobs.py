@@ -183,22 +183,25 @@ class Jobs:
                 began = asyncio.get_running_loop().time()
                 found = await self._ask_all(ask, job, asked)
                 took = asyncio.get_running_loop().time() - began
+                asked = {address: (node, deadline_s / 4) for address, (node, _) in asked.items() if address in found}
                 highest = max([0, *(answer.highest_epoch for answer in found.values())])
                 if opened and opened == self.epoch(job) > highest:
                     break
+                rivals = [answer.node.node_id for answer in found.values() if answer.highest_epoch >= opened]
+                if opened and rivals and max(rivals) > self._address.node_id:
+                    # Others open it too. The one with the greatest name goes on at once; the others let it write and
+                    # ask, and then look again, so that they cannot overtake each other for ever.
+                    await asyncio.sleep(min((1 + random.random()) * max(pause, 4 * took), deadline_s / 4))
+                    pause *= 2
+                    found = await self._ask_all(ask, job, asked)
+                    highest = max([0, *(answer.highest_epoch for answer in found.values())])
                 highest = max(self.epoch(job), highest)
                 if highest >= MAX_EPOCH:
                     raise InvalidIdError(f"job {job} has used up all {MAX_EPOCH} epochs; give it another name")
+                # Whoever opens asks after it has written, and with nothing in between: the later of two that wrote
+                # the same epoch hears of the other.
                 opened = highest + 1
                 self._put(dataclasses.replace(self._state(job), epoch=opened, attempt=0))
-                # Another agent may be opening the same epoch. Each asks again after it has written its own, so at
-                # least the later one hears of the other.
-                asked = {address: (node, deadline_s / 4) for address, (node, _) in asked.items() if address in found}
-                if asked:
-                    # Longer than it takes to ask, and longer each time: until one of them can write and ask while
-                    # the others wait.
-                    await asyncio.sleep(random.random() * min(max(pause, 4 * took), deadline_s / 4))
-                    pause *= 2
             else:
                 raise StaleEpochError(
                     f"job {job}: other incarnations opened it at the same time, {_OPEN_ROUNDS} times in a row; let "

@@ -20,11 +20,13 @@ def test_incarnations_that_open_at_once_on_two_nodes_get_different_epochs(three:
 
     highest = 1
     for _ in range(30):
+        given.clear()
         threads = [threading.Thread(target=open_job, args=(rank,)) for rank in (first, second)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        assert set(given) == {first, second}, "both must be answered, and neither be overtaken for ever"
         assert given[first] != given[second]
         assert min(given.values()) > highest
         highest = max(given.values())
