@@ -128,26 +128,30 @@ def test_a_bit_flipped_at_the_owner_fails_that_object_alone(three: Cluster) -> N
     check(three.nodes[1], rest, contents[1:])
 
 
-def test_the_buddy_is_killed_in_the_middle_of_a_batch(own_three: Cluster) -> None:
+def test_the_buddy_is_killed_in_the_middle_of_a_batch(shm_root: Path) -> None:
     """F45: the same request goes on with the next agent, and nothing half-made stays."""
     contents = mixed(2000, seed=2)
-    buddy = own_three.nodes[1]
-    with session(own_three, 0) as trainer:
-        infos = write(trainer, trainer.begin(CheckpointContainerId(trainer.job, 1)), contents)
-        futures = trainer.replication.async_replicate_many(list(infos))
-        objects = buddy.paths.objects_of(next(iter(infos)).version)
-        wait_until(lambda: objects.exists() and any(objects.iterdir()), "the first copy")
-        buddy.kill()
-        there = [one for one in infos if buddy.paths.object(one).exists()]
-        assert 0 < len(there) < len(infos)
-        for one in there:
-            assert buddy.held(one) is not None
-        buddy.start()
+    # The owner serves no more than half of it in a second, so that there is a middle in which to kill the buddy.
+    limit = sum(map(len, contents)) // 2
+    with cluster(shm_root, 2, "--serve-limit-bytes-per-s", str(limit)) as made:
+        made.join()
+        buddy = made.nodes[1]
+        with session(made, 0) as trainer:
+            infos = write(trainer, trainer.begin(CheckpointContainerId(trainer.job, 1)), contents)
+            futures = trainer.replication.async_replicate_many(list(infos))
+            objects = buddy.paths.objects_of(next(iter(infos)).version)
+            wait_until(lambda: objects.exists() and any(objects.iterdir()), "the first copy")
+            buddy.kill()
+            there = [one for one in infos if buddy.paths.object(one).exists()]
+            assert 0 < len(there) < len(infos)
+            for one in there:
+                assert buddy.held(one) is not None
+            buddy.start()
+            assert not [path for path in buddy.paths.segments.iterdir() if path.name.startswith(TEMPORARY)]
+            assert set(outcomes(futures).values()) == {None}
+            assert buddy.counter("objects_pulled") == len(infos) - len(there)
+        check(buddy, infos, contents)
         assert not [path for path in buddy.paths.segments.iterdir() if path.name.startswith(TEMPORARY)]
-        assert set(outcomes(futures).values()) == {None}
-        assert buddy.counter("objects_pulled") == len(infos) - len(there)
-    check(buddy, infos, contents)
-    assert not [path for path in buddy.paths.segments.iterdir() if path.name.startswith(TEMPORARY)]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
