@@ -113,7 +113,6 @@ class Packer:
     def bring(self, errand: Errand, wanted: Sequence[Wanted]) -> None:
         """Start to bring objects; the future of each one's taking tells when it is here, or why not."""
         if wanted:
-            self._landing.hold()
             self._spawn(self._bring(errand, wanted), wanted)
 
     async def close(self) -> None:
@@ -140,6 +139,7 @@ class Packer:
         task.add_done_callback(ended)
 
     async def _bring(self, errand: Errand, wanted: Sequence[Wanted]) -> None:
+        self._landing.hold()
         left = list(wanted)
         odd: list[Wanted] = []
         while left:
@@ -165,7 +165,13 @@ class Packer:
     async def _bring_alone(self, errand: Errand, one: Wanted) -> None:
         working = asyncio.ensure_future(errand.ordinary(one))
         one.taking.task.add_done_callback(lambda done: working.cancel())
-        await asyncio.wait([working])
+        try:
+            await asyncio.wait([working])
+        except asyncio.CancelledError:
+            # It may have a thread that fills memory: it has ended before this has.
+            working.cancel()
+            await asyncio.wait([working])
+            raise
         if one.is_open and not working.cancelled():
             error = working.exception()
             if error is None:

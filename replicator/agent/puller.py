@@ -193,13 +193,25 @@ class Puller:
             await self._bring(version.object(one.name), one, deadline_s, active, events)
 
         tasks = [loop.create_task(alone(one)) for one in rest]
+        broken: list[Exception] = []
+
+        async def packs() -> None:
+            try:
+                await self._small.bring(version, small, deadline_s, active, events, alone)
+            except Exception as error:
+                # Some are not told of, which nobody must wait for.
+                broken.append(error)
+                await events.put(local_pb2.RetrieveEvent())
+
         if small:
-            tasks.append(loop.create_task(self._small.bring(version, small, deadline_s, active, events, alone)))
+            tasks.append(loop.create_task(packs()))
         ticker = loop.create_task(_tell_progress(active, events, deadline_s / 4))
         left = len(sources)
         try:
             while left:
                 event = await events.get()
+                if broken:
+                    raise broken[0]
                 yield event
                 left -= len(event.done_many.names) or bool(event.done or event.error_kind)
         finally:

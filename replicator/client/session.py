@@ -24,7 +24,7 @@ from replicator.client.roll_call import Presence, here, members
 from replicator.client.segments import SegmentObject, Segments
 from replicator.config import load_config
 from replicator.decide.types import Manifest
-from replicator.errors import AgentUnavailableError, ConfigError
+from replicator.errors import AgentUnavailableError, ConfigError, InvalidIdError
 from replicator.ids import (
     MAX_ATTEMPT,
     CheckpointContainerId,
@@ -172,6 +172,9 @@ class Session:
             InvalidIdError: a container of another job or epoch.
             StaleEpochError: a newer incarnation of the job exists.
         """
+        if version.container.job != self.job or version.epoch != self.epoch:
+            # The next save would tell the agent, which would refuse it, and every save after it.
+            raise InvalidIdError(f"{version} is not of job {self.job} and epoch {self.epoch}, which are to abandon it")
         request = local_pb2.AbandonAttemptsRequest(job=self.job, epoch=self.epoch, containers=[version_to_pb(version)])
         try:
             reply = self.agent.call("Abandon", request, local_pb2.AbandonAttemptsReply)

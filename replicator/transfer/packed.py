@@ -127,6 +127,8 @@ async def read_packed(
             if message is EOF:
                 break
             payloads = decode_piece(message)
+            if not payloads:
+                raise TransferError(f"{whom}: expected objects, found a message without any")
             count += len(payloads)
             if count > awaited:
                 raise TransferError(f"{whom}: expected {awaited} objects, found more")

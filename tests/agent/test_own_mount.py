@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from agent_harness import running_agent
 from cluster import MIB, Node, Rank
 
-from replicator.store import Store
+from replicator.errors import StoreRootError
+from replicator.store import Store, own_mount
 from replicator.store.mounts import filesystem_of
 from replicator.store.own_mount import mount_own
 from replicator.store.paths import open_root
@@ -102,3 +106,34 @@ def test_only_large_segments_take_whole_huge_pages(mountable: Path) -> None:
     store.rebuild()
     assert store.reserve("ab", 17 * MIB).capacity == 18 * MIB
     store.close()
+
+
+def test_agents_that_start_at_once_mount_once(mountable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second mount would hide the first one's store, and its lock."""
+    mount = own_mount._mount
+
+    def slowly(path: Path, options: str) -> int:
+        time.sleep(0.2)
+        return mount(path, options)
+
+    monkeypatch.setattr(own_mount, "_mount", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(lambda _: mount_own(mountable, 64 * MIB), range(4)))
+    mounts = Path("/proc/self/mountinfo").read_text().split().count(str(mountable))
+    for _ in range(mounts - 1):
+        subprocess.run(["umount", mountable], check=True)
+    assert told == [""] * 4
+    assert mounts == 1
+
+
+def test_a_root_that_somebody_keeps_locked_is_not_waited_for_for_ever(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_mount, "LOCK_DEADLINE_S", 0.1)
+    fd = os.open(shm_root, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        with pytest.raises(StoreRootError, match="locked by another process"):
+            mount_own(shm_root, 64 * MIB)
+    finally:
+        os.close(fd)

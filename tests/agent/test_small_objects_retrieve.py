@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from cluster import Cluster, cluster
 from test_small_objects import WAIT_S, check, manifest_of, mixed, outcomes, session, write
 
-from replicator.errors import InvalidIdError, StaleEpochError, TransferError
+from replicator.errors import InvalidIdError, ReplicatorError, StaleEpochError, TransferError
 from replicator.ids import CheckpointContainerId, ObjectVersion
 from replicator.rpc_options import channel_options
 from replicator.store.trailer import ObjectInfo
@@ -185,3 +186,22 @@ def test_an_object_that_no_node_gives_is_named_and_the_others_come(saved: Saved)
     position = list(infos).index(lost)
     rest = {one: info for one, info in infos.items() if one != lost}
     check(made.nodes[2], rest, contents[:position] + contents[position + 1 :])
+
+
+def test_who_retrieves_is_told_at_once_when_a_local_copy_cannot_be_looked_at(saved: Saved) -> None:
+    """As when the agent has no descriptor left: here the name leads nowhere."""
+    made, infos, contents = saved
+    odd = next(one for one, info in infos.items() if info.size > 5000)
+    with session(made, 2) as trainer:
+        plan = trainer.lookup()
+        trainer.replication.sync_bulk_retrieve(plan)
+        path = made.nodes[2].paths.object(odd)
+        path.unlink()
+        path.symlink_to(path)
+        started = time.monotonic()
+        with pytest.raises(ReplicatorError, match="symbolic links"):
+            trainer.replication.sync_bulk_retrieve(plan)
+        assert time.monotonic() - started < 5
+        path.unlink()
+        trainer.replication.sync_bulk_retrieve(plan)
+    check(made.nodes[2], infos, contents)

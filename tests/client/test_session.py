@@ -14,7 +14,7 @@ from job_support import Node, RankError, nodes, run_alone, run_job
 import replicator
 from replicator.client.session import Session, open_session
 from replicator.errors import ConfigError, ForkedClientError, InvalidIdError, ReplicatorError, StaleEpochError
-from replicator.ids import CheckpointContainerId
+from replicator.ids import CheckpointContainerId, ContainerVersion, make_generation
 
 
 def alone(node: Node, **settings: Any) -> Session:
@@ -249,3 +249,17 @@ def test_the_socket_of_an_agent_elsewhere(shm_root: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("REPLICATOR_SOCKET", str(shm_root / "nowhere" / "agent.sock"))
     with pytest.raises(replicator.ReplicatorError, match="no agent runs in"):
         replicator.init("job")
+
+
+def test_only_attempts_of_the_session_can_be_abandoned_also_without_an_agent(shm_root: Path) -> None:
+    """One that the next agent would refuse must not keep every later save from beginning."""
+    with nodes(shm_root, 1) as (node,), alone(node) as session:
+        begun = session.begin(CheckpointContainerId("job", 1))
+        foreign = ContainerVersion(CheckpointContainerId("other", 1), begun.generation)
+        later = ContainerVersion(begun.container, make_generation(session.epoch + 1, 1))
+        node.kill()
+        for version in (foreign, later):
+            with pytest.raises(InvalidIdError):
+                session.abandon(version)
+        node.start()
+        assert session.begin(CheckpointContainerId("job", 2)).generation > begun.generation

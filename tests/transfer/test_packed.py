@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from typing import Any
 
+import grpc
 import pytest
 
 from replicator.errors import TransferError
+from replicator.transfer.grpc_lane import SERVICE
 from replicator.transfer.packed import (
     MAX_CALL_BYTES,
     MAX_CALL_OBJECTS,
     MAX_PIECE_BYTES,
     MAX_PIECE_OBJECTS,
+    METHOD,
     calls_of,
     decode_piece,
     encode_piece,
     pieces_of,
+    read_packed,
 )
+from replicator.v1 import data_pb2
 
 
 def test_what_is_encoded_comes_back() -> None:
@@ -55,3 +62,27 @@ def test_calls_and_messages_are_bounded_and_leave_nothing_out() -> None:
             parts = [sizes[part] for part in cut(sizes)]
             assert [size for part in parts for size in part] == sizes
             assert all(0 < len(part) <= most and sum(part) <= most_bytes for part in parts)
+
+
+def test_a_source_that_sends_messages_without_objects_is_given_up() -> None:
+    """They are no progress, however many come."""
+
+    async def main() -> None:
+        async def answer(request: Any, context: Any) -> None:
+            while True:
+                await context.write(encode_piece([]))
+
+        handler = grpc.unary_stream_rpc_method_handler(answer, response_serializer=None)
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                with pytest.raises(TransferError, match="without any"):
+                    async for _ in read_packed(channel, data_pb2.ReadPackedRequest(names=["a"]), "n1", 1.0):
+                        pass
+        finally:
+            await server.stop(None)
+
+    asyncio.run(main())
