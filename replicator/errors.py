@@ -123,7 +123,8 @@ class DeadlineExceededError(ReplicatorError, TimeoutError):
 
     @classmethod
     def of(cls, awaited: str, whom: str, seconds: float) -> DeadlineExceededError:
-        return cls(f"waited {seconds:.1f} s for {awaited} from {whom}, in vain")
+        hint = "see that it runs and is not stopped, or allow more time"
+        return cls(f"waited {seconds:.1f} s for {awaited} from {whom}, in vain; {hint}")
 
 
 class ForkedClientError(ReplicatorError, RuntimeError):

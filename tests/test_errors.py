@@ -79,7 +79,9 @@ def test_kind_is_only_ever_an_error_class() -> None:
 def test_deadline_says_what_from_whom_and_how_long() -> None:
     """F15."""
     error = DeadlineExceededError.of("the inventory", "node n2", 5)
-    assert str(error) == "waited 5.0 s for the inventory from node n2, in vain"
+    assert str(error) == (
+        "waited 5.0 s for the inventory from node n2, in vain; see that it runs and is not stopped, or allow more time"
+    )
     assert isinstance(error, TimeoutError)
 
 

@@ -13,7 +13,7 @@ from replicator.agent.counters import Counters
 from replicator.agent.logs import fields
 from replicator.agent.sources import Opener, PeerSource
 from replicator.config import AgentConfig
-from replicator.errors import CorruptObjectError, ObjectNotFoundError
+from replicator.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError
 from replicator.ids import ObjectVersion
 from replicator.store import Reservation, Store
 from replicator.store.client_lock import ClientLock
@@ -31,6 +31,14 @@ _CHECKS_AT_ONCE = 2
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
+
+
+def other_content(one: ObjectVersion, held: tuple[int, int], asked: tuple[int, int]) -> ObjectExistsError:
+    """A sound copy is here, and a caller wants other bytes under its name. Both are (size in bytes, CRC32C)."""
+    return ObjectExistsError(
+        f"{one} is sealed here with {held[0]} bytes, checksum {held[1]:08x}; asked for were {asked[0]} bytes, "
+        f"{asked[1]:08x}. Look the plan up again"
+    )
 
 
 class Landing:
@@ -174,19 +182,22 @@ class Landing:
     # -- what is here already
 
     async def is_sound(self, one: ObjectVersion, size: int, crc: int) -> bool:
-        """Whether this node holds exactly that, every block verified. What it holds instead goes to quarantine."""
+        """Whether this node holds exactly that, every block verified. A copy that does not verify goes to quarantine.
+
+        Raises:
+            ObjectExistsError: the copy here verifies, and is another one than that. Sealed objects are immutable, so
+                who asks for other content is wrong, and the copy stays.
+        """
         held = self._store.get(one)
         if held is None:
             return False
-        if (held.size, held.crc32c) != (size, crc):
-            await self._quarantine(
-                one, f"expected {size} bytes, checksum {crc:08x}; found {held.size} bytes, {held.crc32c:08x}"
-            )
-            return False
         try:
-            return await self.check(one)
+            sound = await self.check(one)
         except ObjectNotFoundError:
             return False
+        if sound and (held.size, held.crc32c) != (size, crc):
+            raise other_content(one, (held.size, held.crc32c), (size, crc))
+        return sound
 
     async def check(self, one: ObjectVersion) -> bool:
         """Verify every block of the local copy; one that fails goes to quarantine.

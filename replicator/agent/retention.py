@@ -58,11 +58,15 @@ class Retention:
     def on_pressure(self, wanted_bytes: int) -> int:
         """`Store.on_pressure`: drop superseded containers, oldest first; returns the bytes that were freed.
 
-        What `keep_last` would keep beside the newest protected container is given up too.
+        What `keep_last` would keep beside the newest protected container is given up too. Nothing is dropped when
+        all of it together is not enough: what asked would fail all the same, and the containers be lost for nothing.
         """
         views = [view for job in self._jobs_held() for view in self._views(job)]
+        drops = plan_retention(views, keep_last=1)
+        if sum(self._store.bytes_of(drop.version) for drop in drops) < wanted_bytes:
+            return 0
         freed = 0
-        for drop in plan_retention(views, keep_last=1):
+        for drop in drops:
             if freed >= wanted_bytes:
                 break
             freed += self._drop(drop)

@@ -7,13 +7,13 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from replicator.agent.landing import Landing
+from replicator.agent.landing import Landing, other_content
 from replicator.agent.packed import Errand, Packer, Wanted
 from replicator.agent.sources import Opener, failure_of
 from replicator.agent.takings import Outcomes, Taken, Taking, Takings, outcome_of
 from replicator.checksum import BLOCK_SIZE
 from replicator.decide.types import ObjectSource
-from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError, to_wire
+from replicator.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError, ReplicatorError, to_wire
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store import Store
@@ -144,7 +144,7 @@ class SmallRetrieval:
     async def _check_local(
         self, version: ContainerVersion, sources: Sequence[ObjectSource], events: Events
     ) -> list[ObjectSource]:
-        """Tell of those that are here and right; the others. What is here and not right goes to quarantine."""
+        """Tell of those that are here; the others, with those that do not verify and so go to quarantine."""
         missing: list[ObjectSource] = []
         for start in range(0, len(sources), MAX_PIECE_OBJECTS):
             part = sources[start : start + MAX_PIECE_OBJECTS]
@@ -154,35 +154,40 @@ class SmallRetrieval:
             if not held:
                 continue
             sound, bad = await self._landing.check_many(lambda h=held: self._verify(version, h))  # type: ignore[misc]
-            for source, reason in bad:
+            for source, error in bad:
+                if isinstance(error, ObjectExistsError):
+                    await events.put(_failure(source, error))
+                    continue
                 missing.append(source)
-                if reason:
-                    await self._landing.set_aside(version.object(source.name), CorruptObjectError(reason))
+                if error is not None:
+                    await self._landing.set_aside(version.object(source.name), error)
             if sound:
                 await events.put(_done([source.name for source in sound], True, "", ""))
         return missing
 
     def _verify(
         self, version: ContainerVersion, sources: Sequence[ObjectSource]
-    ) -> tuple[list[ObjectSource], list[tuple[ObjectSource, str]]]:
-        """In a thread: (those that are right, those that are not and why; no reason: gone)."""
+    ) -> tuple[list[ObjectSource], list[tuple[ObjectSource, CorruptObjectError | ObjectExistsError | None]]]:
+        """In a thread: (those that are right, those that are not and why; None: gone)."""
         sound: list[ObjectSource] = []
-        bad: list[tuple[ObjectSource, str]] = []
+        bad: list[tuple[ObjectSource, CorruptObjectError | ObjectExistsError | None]] = []
         for source in sources:
+            one = version.object(source.name)
             try:
-                with open_object(self._store.paths, version.object(source.name)) as reader:
-                    size, crc = reader.info.size, crc32c(os.pread(reader.fd, reader.info.size, 0))
-                    is_whole = crc == reader.info.crc32c
+                with open_object(self._store.paths, one) as reader:
+                    info = reader.info
+                    crc = crc32c(os.pread(reader.fd, info.size, 0))
             except ObjectNotFoundError:
-                bad.append((source, ""))
+                bad.append((source, None))
             except CorruptObjectError as error:
-                bad.append((source, str(error)))
+                bad.append((source, error))
             else:
-                if is_whole and (size, crc) == (source.size, source.crc32c):
-                    sound.append(source)
+                if crc != info.crc32c:
+                    bad.append((source, CorruptObjectError(f"expected checksum {info.crc32c:08x}, found {crc:08x}")))
+                elif (info.size, crc) != (source.size, source.crc32c):
+                    bad.append((source, other_content(one, (info.size, crc), (source.size, source.crc32c))))
                 else:
-                    expected = f"expected {source.size} bytes, checksum {source.crc32c:08x}"
-                    bad.append((source, f"{expected}; found {size} bytes, {crc:08x}"))
+                    sound.append(source)
         return sound, bad
 
 

@@ -55,6 +55,10 @@ class Index:
         container = self._containers.get(version)
         return dict(container.objects) if container else {}
 
+    def bytes_of(self, version: ContainerVersion) -> int:
+        """Capacity of the segments that hold the version's objects."""
+        return sum(self._capacities[version.object(name)] for name in self.objects(version))
+
     def versions(self, job: str | None) -> list[ContainerVersion]:
         return sorted(version for version in self._containers if job is None or version.container.job == job)
 

@@ -232,13 +232,15 @@ class Store:
         self.stocking.give_way()
         with self._changing():
             gained = self._pool.trim(capacity)
-            gained += self._quarantine.trim(capacity - gained)
-        if gained < capacity and self.on_pressure(capacity - gained) > 0:
+            self._quarantine.trim(capacity - gained)
+        # What was given up may be back already, and what others hold is theirs: the file system says what lacks.
+        lacking = capacity - free_bytes(self.paths.root)
+        if lacking > 0 and self.on_pressure(lacking) > 0:
             with self._changing():
                 found = self._pool.take(client_id, capacity)
                 if found is not None:
                     return found
-                self._pool.trim(capacity - gained)
+                self._pool.trim(lacking)
         return None
 
     def ingest(
@@ -419,6 +421,11 @@ class Store:
         """The sealed objects of a version, by name."""
         with self._lock:
             return self._index.objects(version)
+
+    def bytes_of(self, version: ContainerVersion) -> int:
+        """What `drop` would free."""
+        with self._lock:
+            return self._index.bytes_of(version)
 
     def versions(self, job: str | None = None) -> list[ContainerVersion]:
         """All versions of which an object or a manifest is here."""

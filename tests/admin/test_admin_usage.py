@@ -91,13 +91,33 @@ def test_nobody_listens() -> None:
     assert f"the agent at {address} does not answer" in one_error_line(done)
 
 
+def test_an_interrupt_while_the_command_is_loaded() -> None:
+    """One line and status 130, also before anything of the command runs."""
+    program = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'replicator.admin.printers': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from replicator.admin.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "version"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert one_error_line(done) == "interrupted; nothing was begun"
+
+
 def test_listener_that_is_mute() -> None:
     """F15: accepts and never says anything; the error names who was awaited and for how long."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         done = admin("--agent", address, "--deadline", "0.5", "status")
     assert done.returncode == 9
-    assert one_error_line(done) == f"waited 0.5 s for its status from the agent at {address}, in vain"
+    assert one_error_line(done) == (
+        f"waited 0.5 s for its status from the agent at {address}, in vain; "
+        "see that it runs and is not stopped, or allow more time"
+    )
 
 
 def test_host_that_does_not_exist() -> None:
@@ -124,7 +144,7 @@ def test_version_is_light_and_needs_no_agent() -> None:
 
 def test_commands_do_not_load_torch() -> None:
     script = (
-        "import sys; from replicator.admin.__main__ import main; main(['status']); main(['ls', 'demo']); "
+        "import sys; from replicator.admin.cli import main; main(['status']); main(['ls', 'demo']); "
         "import grpc, replicator.wire; from replicator.admin import connection, printers, views, progress; "
         "sys.exit('torch' in sys.modules)"
     )

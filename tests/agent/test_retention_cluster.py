@@ -52,6 +52,18 @@ def test_nothing_is_dropped_while_the_newer_one_lacks_a_copy(own_three: Cluster)
     wait_until(lambda: _of_job(own_three, 0) == {old[1], newer.version}, "the oldest is dropped")
 
 
+def test_nothing_is_dropped_for_a_reservation_that_cannot_be_met_all_the_same(shm_root: Path) -> None:
+    """F04: the older protected step stays when giving it up would not make enough room."""
+    with cluster(shm_root, 2, "--budget-bytes", "20Mi") as made:
+        made.join()
+        older, newer = (_protect(made, step, bytes(3 * MIB)) for step in (1, 2))
+        with pytest.raises(StoreFullError, match="budget of 20971520 bytes"):
+            made.ranks[0].reserve(18 * MIB)
+        assert _of_job(made, 0) == {older, newer}
+        assert made.ranks[0].reserve(13 * MIB).capacity == 13 * MIB
+        assert _of_job(made, 0) == {newer}
+
+
 def test_leftovers_of_a_save_that_was_never_committed_go_with_the_next_protected_one(three: Cluster) -> None:
     left = three.save(1)
     kept = _protect(three, 2)

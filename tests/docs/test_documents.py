@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicator.admin.__main__ import COMMANDS, build_parser
+from replicator.admin.cli import COMMANDS, build_parser
 from replicator.config import CLIENT_ENV, ENV_PREFIX, AgentConfig, default_root
 
 SOURCE = Path(__file__).parents[2]
@@ -103,6 +103,6 @@ def test_the_readme_shows_what_it_promises() -> None:
 
 def test_importing_the_agent_does_not_load_torch() -> None:
     """Neither the agent, the command line, nor the package itself."""
-    for module in ("replicator", "replicator.agent.daemon", "replicator.admin.__main__", "replicator.demo.cli"):
+    for module in ("replicator", "replicator.agent.daemon", "replicator.admin.cli", "replicator.demo.cli"):
         code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0, module

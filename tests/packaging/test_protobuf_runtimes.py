@@ -70,7 +70,7 @@ sys.exit(main(sys.argv[1:]))
 """
 STATUS = """
 import sys
-from replicator.admin.__main__ import main
+from replicator.admin.cli import main
 sys.exit(main(["status", "--json", *sys.argv[1:]]))
 """
 

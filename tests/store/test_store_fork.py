@@ -6,6 +6,8 @@ import ctypes
 import gc
 import mmap
 import os
+import select
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +21,21 @@ from replicator.store.reader import open_object
 
 @contextmanager
 def child(do: Callable[[], bool]) -> Iterator[None]:
-    """A forked child does something, and then lives as long as the block. `do` must return True there."""
+    """A forked child does something, and then lives as long as the block. `do` must return True there.
+
+    What other tests left as garbage in this process is collected here and not in the child: gRPC's destructors, for
+    instance, may never return in a forked process.
+    """
     go, started = os.pipe(), os.pipe()
-    pid = os.fork()
+    gc.collect()
+    gc.freeze()
+    try:
+        pid = os.fork()
+    finally:
+        gc.unfreeze()
     if pid == 0:
         status = 1
+        gc.freeze()
         try:
             status = 0 if do() else 2
             os.close(go[1])
@@ -33,6 +45,8 @@ def child(do: Callable[[], bool]) -> Iterator[None]:
             os._exit(status)
     os.close(started[1])
     try:
+        if not select.select([started[0]], [], [], 30)[0]:
+            os.kill(pid, signal.SIGKILL)
         os.read(started[0], 1)
         yield
     finally:

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transfer_support import BLOCK, LANES, Peer, Relay, flip_bit, policy_for, some_bytes
 
-from replicator.errors import CorruptObjectError, ObjectNotFoundError, PeerUnavailableError, TransferError
+from replicator.errors import (
+    CorruptObjectError,
+    DeadlineExceededError,
+    ObjectNotFoundError,
+    PeerUnavailableError,
+    TransferError,
+)
 from replicator.transfer.lane import Lane, Source
 from replicator.transfer.pull import PullPolicy, PullSource, _runs, pull
 
@@ -119,7 +125,12 @@ async def test_a_source_whose_opening_hangs(lanes: Lanes, peer: Peer) -> None:
         policy=policy_for("auto", 0.3),
     )
     assert target == some_bytes(10)
-    assert report.failures == (("hung", "waited 0.3 s for an open object from node hung, in vain"),)
+    assert report.failures == (
+        (
+            "hung",
+            str(DeadlineExceededError.of("an open object", "node hung", 0.3)),
+        ),
+    )
 
 
 async def test_an_empty_object_needs_no_source(lanes: Lanes, peer: Peer) -> None:
