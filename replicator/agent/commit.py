@@ -27,6 +27,7 @@ from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
+from replicator.agent.threads import run_to_end
 from replicator.config import AgentConfig
 from replicator.decide.placement import buddies
 from replicator.decide.types import HeldObject, Manifest, listed, recency
@@ -145,7 +146,7 @@ class Committer:
         self._check_own(manifest)
         data = manifest_to_bytes(manifest)
         with self._abandonment.storing(version):
-            await asyncio.to_thread(self._manifests.put, data, crc32c(data))
+            await run_to_end(lambda: self._manifests.put(data, crc32c(data)))
         # A newer incarnation that has just been told of no manifest may abandon this container on other nodes.
         self._jobs.check(job, manifest.epoch)
         members = self._others(job)
