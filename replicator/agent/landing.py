@@ -13,7 +13,7 @@ from replicator.agent.counters import Counters
 from replicator.agent.logs import fields
 from replicator.agent.sources import Opener, PeerSource
 from replicator.config import AgentConfig
-from replicator.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError
+from replicator.errors import CorruptObjectError, ObjectNotFoundError
 from replicator.ids import ObjectVersion
 from replicator.store import Reservation, Store
 from replicator.store.client_lock import ClientLock
@@ -31,14 +31,6 @@ _CHECKS_AT_ONCE = 2
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
-
-
-def other_content(one: ObjectVersion, held: tuple[int, int], asked: tuple[int, int]) -> ObjectExistsError:
-    """A sound copy is here, and a caller wants other bytes under its name. Both are (size in bytes, CRC32C)."""
-    return ObjectExistsError(
-        f"{one} is sealed here with {held[0]} bytes, checksum {held[1]:08x}; asked for were {asked[0]} bytes, "
-        f"{asked[1]:08x}. Look the plan up again"
-    )
 
 
 class Landing:
@@ -184,20 +176,28 @@ class Landing:
     async def is_sound(self, one: ObjectVersion, size: int, crc: int) -> bool:
         """Whether this node holds exactly that, every block verified. A copy that does not verify goes to quarantine.
 
-        Raises:
-            ObjectExistsError: the copy here verifies, and is another one than that. Sealed objects are immutable, so
-                who asks for other content is wrong, and the copy stays.
+        One that verifies and is another one stays: only bytes that are here show that the caller is right, and then
+        `give_way` sets it aside.
         """
         held = self._store.get(one)
-        if held is None:
+        if held is None or (held.size, held.crc32c) != (size, crc):
             return False
         try:
-            sound = await self.check(one)
+            return await self.check(one)
         except ObjectNotFoundError:
             return False
-        if sound and (held.size, held.crc32c) != (size, crc):
-            raise other_content(one, (held.size, held.crc32c), (size, crc))
-        return sound
+
+    def give_way(self, info: ObjectInfo) -> None:
+        """The bytes that were asked for have come and are verified: a copy with other content goes to quarantine."""
+        held = self._store.get(info.object)
+        if held is None or (held.size, held.crc32c) == (info.size, info.crc32c):
+            return
+        reason = (
+            f"expected {info.size} bytes, checksum {info.crc32c:08x}, which another node had; "
+            f"found {held.size} bytes, {held.crc32c:08x}"
+        )
+        self._note_quarantine(info.object, reason)
+        self._store.quarantine(info.object, reason)
 
     async def check(self, one: ObjectVersion) -> bool:
         """Verify every block of the local copy; one that fails goes to quarantine.
@@ -228,9 +228,12 @@ class Landing:
         await self._quarantine(one, str(error))
 
     async def _quarantine(self, one: ObjectVersion, reason: str) -> None:
+        self._note_quarantine(one, reason)
+        await asyncio.to_thread(self._store.quarantine, one, reason)
+
+    def _note_quarantine(self, one: ObjectVersion, reason: str) -> None:
         self._counters.add("objects_quarantined")
         log.error("a local object is set aside and never offered again", extra=fields(one, reason=reason))
-        await asyncio.to_thread(self._store.quarantine, one, reason)
 
     def keep(self, mapped: MappedSegment) -> None:
         """A segment that was made ahead of need stays mapped. May be called in any thread."""

@@ -270,7 +270,7 @@ class Puller:
             sources = self._opener.sources(one, source.node_ids)
             info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
             info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
-            return await self._land(taking, info, sources, deadline_s, lambda: None)
+            return await self._land(taking, info, sources, deadline_s, lambda: self._landing.give_way(info))
 
     async def retrieve_ranges(
         self,

@@ -7,13 +7,13 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from replicator.agent.landing import Landing, other_content
+from replicator.agent.landing import Landing
 from replicator.agent.packed import Errand, Packer, Wanted
 from replicator.agent.sources import Opener, failure_of
 from replicator.agent.takings import Outcomes, Taken, Taking, Takings, outcome_of
 from replicator.checksum import BLOCK_SIZE
 from replicator.decide.types import ObjectSource
-from replicator.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError, ReplicatorError, to_wire
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError, to_wire
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store import Store
@@ -63,9 +63,8 @@ class SmallRetrieval:
             active: gets what is on its way, by name, while it is.
             alone: brings one object by itself, and tells of it.
         """
-        missing = await self._check_local(version, sources, events)
+        missing, others = await self._check_local(version, sources, events)
         own: list[tuple[ObjectSource, Wanted]] = []
-        others: list[ObjectSource] = []
         failed: list[tuple[ObjectSource, ReplicatorError]] = []
         for source in missing:
             try:
@@ -143,9 +142,10 @@ class SmallRetrieval:
 
     async def _check_local(
         self, version: ContainerVersion, sources: Sequence[ObjectSource], events: Events
-    ) -> list[ObjectSource]:
-        """Tell of those that are here; the others, with those that do not verify and so go to quarantine."""
+    ) -> tuple[list[ObjectSource], list[ObjectSource]]:
+        """Tell of those that are here; (those that are not, or did not verify; those here with other content)."""
         missing: list[ObjectSource] = []
+        others: list[ObjectSource] = []
         for start in range(0, len(sources), MAX_PIECE_OBJECTS):
             part = sources[start : start + MAX_PIECE_OBJECTS]
             held = [source for source in part if self._store.get(version.object(source.name)) is not None]
@@ -153,24 +153,23 @@ class SmallRetrieval:
             missing += [source for source in part if source not in here]
             if not held:
                 continue
-            sound, bad = await self._landing.check_many(lambda h=held: self._verify(version, h))  # type: ignore[misc]
+            sound, bad, other = await self._landing.check_many(lambda h=held: self._verify(version, h))  # type: ignore[misc]
+            others += other
             for source, error in bad:
-                if isinstance(error, ObjectExistsError):
-                    await events.put(_failure(source, error))
-                    continue
                 missing.append(source)
                 if error is not None:
                     await self._landing.set_aside(version.object(source.name), error)
             if sound:
                 await events.put(_done([source.name for source in sound], True, "", ""))
-        return missing
+        return missing, others
 
     def _verify(
         self, version: ContainerVersion, sources: Sequence[ObjectSource]
-    ) -> tuple[list[ObjectSource], list[tuple[ObjectSource, CorruptObjectError | ObjectExistsError | None]]]:
-        """In a thread: (those that are right, those that are not and why; None: gone)."""
+    ) -> tuple[list[ObjectSource], list[tuple[ObjectSource, CorruptObjectError | None]], list[ObjectSource]]:
+        """In a thread: (those that are right, those that are bad and why or gone, those of other content)."""
         sound: list[ObjectSource] = []
-        bad: list[tuple[ObjectSource, CorruptObjectError | ObjectExistsError | None]] = []
+        bad: list[tuple[ObjectSource, CorruptObjectError | None]] = []
+        other: list[ObjectSource] = []
         for source in sources:
             one = version.object(source.name)
             try:
@@ -185,10 +184,10 @@ class SmallRetrieval:
                 if crc != info.crc32c:
                     bad.append((source, CorruptObjectError(f"expected checksum {info.crc32c:08x}, found {crc:08x}")))
                 elif (info.size, crc) != (source.size, source.crc32c):
-                    bad.append((source, other_content(one, (info.size, crc), (source.size, source.crc32c))))
+                    other.append(source)
                 else:
                     sound.append(source)
-        return sound, bad
+        return sound, bad, other
 
 
 async def _run(work: Awaitable[None]) -> None:

@@ -266,12 +266,12 @@ def test_a_corrupt_local_copy_is_set_aside_and_pulled(three: Cluster) -> None:
 
 @pytest.mark.parametrize("size", [10_000, MIB])
 def test_a_sound_local_copy_stays_when_somebody_asks_for_other_content(three: Cluster, size: int) -> None:
-    """F01's kind: only bytes that fail their checksum are put away, not those that a caller is wrong about."""
+    """F01's kind: no node has such bytes, so the caller is wrong and not the copy."""
     manifest = _protect(three, 1, b"x" * size)
     quarantined = three.nodes[0].status().quarantined_objects
     source = dataclasses.replace(sources_of(three.ranks[0].lookup())[0], crc32c=1)
     event = three.ranks[0].retrieve(manifest.version, [source])[source.name]
-    assert event.error_kind == "ObjectExistsError"
+    assert event.error_kind == "CorruptObjectError", event
     assert three.nodes[0].held(manifest.version.object(source.name)) is not None
     assert three.nodes[0].status().quarantined_objects == quarantined
 

@@ -156,16 +156,17 @@ async def test_a_container_that_is_dropped_while_it_is_pulled_does_not_come_back
     assert not core.store.paths.object(info.object).exists()
 
 
-async def test_a_local_copy_of_other_content_is_set_aside(core: AgentCore, three: Cluster) -> None:
+@pytest.mark.parametrize("size", [100_000, 2 * MIB])
+async def test_a_local_copy_of_other_content_is_set_aside(core: AgentCore, three: Cluster, size: int) -> None:
     """F08, F10: the name is right and the bytes are not."""
-    info = _replicated(three, b"x" * 100_000)
+    info = _replicated(three, b"x" * size)
     assert (await _retrieve(core, info, "n0")).done
-    right = three.ranks[2].write(info.object, b"y" * 100_000)
+    right = three.ranks[2].write(info.object, b"y" * size)
     event = await _retrieve(core, right, "n2")
     assert event.done, event
     assert not event.was_local
     with open_object(core.store.paths, info.object) as reader:
-        assert bytes(reader.view) == b"y" * 100_000
+        assert bytes(reader.view) == b"y" * size
     assert core.counters.get("objects_quarantined") == 1
 
 
