@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from replicator.agent.puller import Puller
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
 from replicator.agent.sources import Opener
+from replicator.agent.transport import BulkEndpoint, SocketTransport, Transport
 from replicator.config import AgentConfig
 from replicator.errors import InvalidIdError, ObjectNotFoundError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
@@ -40,8 +42,6 @@ from replicator.store.paths import StorePaths
 from replicator.store.read_many import read_many
 from replicator.store.reader import ObjectReader, open_object
 from replicator.store.trailer import ObjectInfo
-from replicator.transfer.bulk_lane import BulkLane
-from replicator.transfer.bulk_server import BulkServer
 from replicator.transfer.grpc_lane import GrpcLane, data_service
 from replicator.transfer.lane import Lane
 from replicator.transfer.packed import MAX_CALL_BYTES, encode_piece, is_small, packed_service, pieces_of
@@ -73,7 +73,7 @@ class AgentCore:
     counters: Counters
     tickets: TicketOffice
     serve_limit: ServeLimit
-    bulk: BulkServer | None
+    bulk: BulkEndpoint | None
     peers: PeerDirectory
     manifests: Manifests
     retention: Retention
@@ -139,40 +139,44 @@ class AgentCore:
         self._tasks.append(task)
 
 
-def build_core(config: AgentConfig, address: NodeAddress, store: Store, jobs: Jobs, counters: Counters) -> AgentCore:
+def build_core(
+    config: AgentConfig,
+    address: NodeAddress,
+    store: Store,
+    jobs: Jobs,
+    counters: Counters,
+    transport: Transport | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> AgentCore:
     """All parts, with the bulk server listening. Call it in the event loop, once the gRPC port is bound.
 
     Args:
         address: this agent's identity and the address under which peers reach its gRPC port.
+        transport: how others are reached; default: sockets, as `config` says.
+        clock: monotonic seconds, for what is timed outside the event loop.
 
     Raises:
         ConfigError: the bulk port cannot be bound, a TLS file cannot be used, or the congestion control is unknown.
     """
     client_id = f"agent-{address.identity.incarnation:016x}"
-    tickets = TicketOffice()
+    transport = transport or SocketTransport(config)
+    tickets = TicketOffice(clock=clock)
     serve_limit = ServeLimit(config.serve_limit_bytes_per_s)
-    peers = PeerDirectory(config, address, jobs, counters)
+    peers = PeerDirectory(config, address, jobs, counters, transport.channel)
     manifests = Manifests(store, counters)
     retention = Retention(config, address, store, jobs, manifests, counters)
     opener = Opener(config, address.node_id, peers, counters)
     lanes: dict[str, Lane] = {
         "grpc": GrpcLane(peers.channel, lambda one: sender_to_pb(peers.sender_of(one.version.container.job)))
     }
-    bulk: BulkServer | None = None
+    bulk: BulkEndpoint | None = None
     if config.lane != "grpc" and not config.tls:
-        lanes["bulk"] = BulkLane(
-            connections=config.connections_per_peer,
-            connect_timeout_s=config.connect_deadline_s,
-            congestion=config.congestion,
-        )
+        lanes["bulk"] = transport.bulk_lane()
 
         def open_ticket(ticket: str) -> ObjectReader:
             return open_object(store.paths, tickets.resolve(ticket))
 
-        bulk = BulkServer(
-            config.bind, config.bulk_port, open_ticket, congestion=config.congestion, serve_limit=serve_limit
-        )
-        bulk.start()
+        bulk = transport.serve_bulk(open_ticket, serve_limit)
     landing = Landing(config, client_id, store, opener, lanes, counters)
     prefaulter = Prefaulter(config, client_id, store, landing, counters)
     packer = Packer(config, store, peers, opener, landing, counters)

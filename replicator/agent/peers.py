@@ -12,7 +12,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar
 
-import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
@@ -23,7 +22,6 @@ from replicator.agent.link import Link, LinkBrokenError
 from replicator.config import AgentConfig
 from replicator.errors import DeadlineExceededError, InvalidIdError, PeerUnavailableError
 from replicator.ids import NodeAddress, NodeIdentity
-from replicator.rpc_options import channel_credentials, channel_options
 from replicator.v1 import peer_pb2
 from replicator.wire import (
     Sender,
@@ -48,14 +46,25 @@ ReplacedCallback = Callable[[NodeAddress, NodeAddress], None]
 
 
 class PeerDirectory:
-    """All other agents that this one talks to. Used in the event loop only."""
+    """All other agents that this one talks to. Used in the event loop only.
 
-    def __init__(self, config: AgentConfig, address: NodeAddress, jobs: Jobs, counters: Counters) -> None:
+    Args:
+        connect: makes a channel to an address.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        address: NodeAddress,
+        jobs: Jobs,
+        counters: Counters,
+        connect: Callable[[str], grpc.aio.Channel],
+    ) -> None:
         self._config = config
         self._address = address
         self._jobs = jobs
         self._counters = counters
-        self._credentials = channel_credentials(config) if config.tls else None
+        self._connect = connect
         self._links: dict[str, Link] = {}
         self._met: dict[str, NodeAddress] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -367,11 +376,7 @@ class PeerDirectory:
             raise PeerUnavailableError(f"this agent is stopping, so {address} is not asked any more")
         link = self._links.get(address)
         if link is None:
-            if self._credentials is not None:
-                channel = grpc.aio.secure_channel(address, self._credentials, options=channel_options())
-            else:
-                channel = grpc.aio.insecure_channel(address, options=channel_options())
-            link = self._links[address] = Link(address, channel)
+            link = self._links[address] = Link(address, self._connect(address))
             idle = [one for one in self._links.values() if one is not link and not one.calls]
             for one in idle[: max(0, len(idle) - MAX_IDLE_LINKS)]:
                 self._drop(one)

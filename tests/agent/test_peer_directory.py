@@ -14,6 +14,7 @@ from cluster import Cluster, Node, dead_peer, mute_peer
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.peers import PeerDirectory
+from replicator.agent.transport import SocketTransport
 from replicator.config import AgentConfig
 from replicator.errors import DeadlineExceededError, ObjectNotFoundError, PeerUnavailableError, ReplicatorError
 from replicator.ids import CheckpointContainerId, ContainerVersion, NodeAddress, NodeIdentity, make_generation
@@ -31,7 +32,7 @@ async def peers(shm_root: Path) -> AsyncIterator[PeerDirectory]:
     store = Store(open_root(shm_root / "me", create=True))
     store.rebuild()
     config = AgentConfig(root=str(shm_root / "me"), node_id="me", deadline_s=3.0)
-    directory = PeerDirectory(config, ME, Jobs(store, ME, 1), Counters())
+    directory = PeerDirectory(config, ME, Jobs(store, ME, 1), Counters(), SocketTransport(config).channel)
     yield directory
     await directory.close()
     store.close()
