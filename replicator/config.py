@@ -135,6 +135,16 @@ class AgentConfig:
         return self.deadline_s / 10
 
     @property
+    def health_interval_s(self) -> float:
+        """Between two questions to a peer whether it is alive."""
+        return self.deadline_s / 6
+
+    @property
+    def dead_after_s(self) -> float:
+        """For which a suspect peer stays silent before it is dead: `deadline_s` at most after its last answer."""
+        return self.deadline_s * 2 / 3
+
+    @property
     def tls(self) -> bool:
         return bool(self.tls_cert)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from replicator.agent.abandon import Abandonment
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
+from replicator.agent.health import HealthMonitor
 from replicator.agent.jobs import Jobs
 from replicator.agent.landing import Landing
 from replicator.agent.lookup import Lookup
@@ -75,6 +76,7 @@ class AgentCore:
     serve_limit: ServeLimit
     bulk: BulkEndpoint | None
     peers: PeerDirectory
+    health: HealthMonitor
     manifests: Manifests
     retention: Retention
     prefaulter: Prefaulter
@@ -99,6 +101,7 @@ class AgentCore:
         self.store.on_pressure = self.retention.on_pressure
         self._spawn(self._take_up(), "taking up unfinished work")
         self._spawn(self.prefaulter.run(), "touching memory ahead of need")
+        self._spawn(self.health.run(), "the watch over the peers")
         if self.peers.discovery.names:
             seconds = self.config.deadline_s
             self._spawn(self.peers.discovery.run(seconds, self.config.rpc_deadline_s), "looking up configured peers")
@@ -198,6 +201,7 @@ def build_core(
         serve_limit=serve_limit,
         bulk=bulk,
         peers=peers,
+        health=HealthMonitor(config, peers, counters),
         manifests=manifests,
         retention=retention,
         prefaulter=prefaulter,

@@ -191,7 +191,7 @@ class Agent:
         admin.register(peer_server.grpc)
         self._servers = [local_server, peer_server]
         for server in self._servers:
-            await server.start()
+            await server.start(identity)
         await self.core.start()
         self._spawn(self._tell_interface(), "the look at the network interfaces")
         self._spawn(self.clients.watch(), "the watch over the trainers")

@@ -64,14 +64,16 @@ class Link:
     async def unary(
         self, method: str, request: Message, reply_type: type[ReplyT], awaited: str, seconds: float, deadline_s: float
     ) -> ReplyT:
-        """One call that may take `seconds` more; a message about it speaks of the whole `deadline_s`.
+        """One call of package replicator.v1, or any other when `method` begins with a slash.
+
+        It may take `seconds` more; a message about it speaks of the whole `deadline_s`.
 
         Raises:
             LinkBrokenError: nobody, or another process, is there.
             ReplicatorError: what the peer raised, or DeadlineExceededError.
         """
         function: Any = self.channel.unary_unary(
-            _PACKAGE + method,
+            method if method.startswith("/") else _PACKAGE + method,
             request_serializer=type(request).SerializeToString,
             response_deserializer=reply_type.FromString,
         )

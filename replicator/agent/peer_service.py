@@ -12,8 +12,7 @@ import grpc
 import grpc.aio
 
 from replicator.agent.abandon import MAX_TOLD
-from replicator.agent.link import MEANT_FOR_KEY, NOT_ME_KEY
-from replicator.agent.rpc import deadline_s, handler
+from replicator.agent.rpc import deadline_s, handler, require_meant_for
 from replicator.agent.takings import Outcomes, Taking
 from replicator.errors import (
     InvalidIdError,
@@ -26,7 +25,6 @@ from replicator.ids import NodeAddress
 from replicator.v1 import peer_pb2, peer_pb2_grpc, types_pb2
 from replicator.version import version as own_version
 from replicator.wire import (
-    KIND_KEY,
     Sender,
     held_from_pb,
     identity_to_pb,
@@ -40,7 +38,6 @@ from replicator.wire import (
     object_from_pb,
     offer_failure,
     sender_from_pb,
-    short_message,
     validate_address,
     version_from_pb,
 )
@@ -70,12 +67,7 @@ def _served(
 
     @functools.wraps(method)
     async def served(self: Any, request: RequestT, context: Context) -> ReplyT:
-        identity = str(self.core.identity)
-        for key, value in context.invocation_metadata() or ():
-            if key == MEANT_FOR_KEY and value != identity:
-                message = f"expected {value!r}, found {identity} at this address; say Hello again"
-                trailing = ((KIND_KEY, PeerUnavailableError.__name__), (NOT_ME_KEY, "1"))
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, short_message(message), trailing)
+        await require_meant_for(context, self.core.identity)
         return await inner(self, request, context)
 
     return served

@@ -124,6 +124,11 @@ class PeerDirectory:
         node = self._met.get(node_id)
         return None if node is None else node.identity
 
+    def at(self, address: str) -> NodeAddress | None:
+        """The node that answered last at an address."""
+        link = self._links.get(address)
+        return None if link is None else link.node
+
     def known(self) -> tuple[NodeAddress | str, ...]:
         """Every other node of every job, and configured addresses whose node is not known yet."""
         nodes: dict[str, NodeAddress] = {}
@@ -190,7 +195,7 @@ class PeerDirectory:
 
         Args:
             node: a node, which must answer by its node id, or a mere address, where whoever is there will do.
-            method: "<Service>/<Method>" of package replicator.v1, for instance "AdminService/Status".
+            method: "<Service>/<Method>" of package replicator.v1, or "/<package>.<Service>/<Method>".
             awaited: what the reply is, for the error message.
             deadline_s: for the call, Hello included; default `config.rpc_deadline_s`.
 

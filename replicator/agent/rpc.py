@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from replicator.errors import ReplicatorError, StaleEpochError, StoreError
-from replicator.wire import abort
+from replicator.agent.link import MEANT_FOR_KEY, NOT_ME_KEY
+from replicator.errors import PeerUnavailableError, ReplicatorError, StaleEpochError, StoreError
+from replicator.ids import NodeIdentity
+from replicator.wire import KIND_KEY, abort, short_message
 
 MAX_DEADLINE_S = 86_400.0
 
@@ -40,6 +42,15 @@ def handler(function: Handler[RequestT, ResultT]) -> Handler[RequestT, ResultT]:
             await abort(context, error)
 
     return wrapped
+
+
+async def require_meant_for(context: grpc.aio.ServicerContext[Any, Any], identity: NodeIdentity) -> None:
+    """Abort a call that names another process than this one, which was greeted at this address before (F45)."""
+    for key, value in context.invocation_metadata() or ():
+        if key == MEANT_FOR_KEY and value != str(identity):
+            message = f"expected {value!r}, found {identity} at this address; say Hello again"
+            trailing = ((KIND_KEY, PeerUnavailableError.__name__), (NOT_ME_KEY, "1"))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, short_message(message), trailing)
 
 
 def deadline_s(milliseconds: int, default_s: float) -> float:

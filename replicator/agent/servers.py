@@ -13,13 +13,28 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from replicator.agent.rpc import require_meant_for
 from replicator.config import AgentConfig
 from replicator.errors import ConfigError, StoreRootError
+from replicator.ids import NodeIdentity
 from replicator.rpc_options import MAX_CONCURRENT_RPCS, server_credentials, server_options
 
 LOCAL_SERVICES = ("replicator.v1.LocalService", "replicator.v1.AdminService")
 PEER_SERVICES = ("replicator.v1.PeerService", "replicator.v1.DataService", "replicator.v1.AdminService")
 _HEALTH = "grpc.health.v1.Health"
+
+
+class _HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    """The health protocol as it is; a call that names the process it is meant for gets an answer from that one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity: NodeIdentity | None = None
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if self.identity is not None:
+            await require_meant_for(context, self.identity)
+        return await super().Check(request, context)
 
 
 class Server:
@@ -32,7 +47,7 @@ class Server:
     def __init__(self, services: Sequence[str]) -> None:
         self.grpc = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         self._names = ("", *services)
-        self._health: Any = health.aio.HealthServicer()
+        self._health = _HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), self.grpc)
 
@@ -67,8 +82,9 @@ class Server:
         finally:
             os.umask(before)
 
-    async def start(self) -> None:
-        """Accept connections. Health still says NOT_SERVING."""
+    async def start(self, identity: NodeIdentity | None = None) -> None:
+        """Accept connections; health still says NOT_SERVING, and refuses questions for another process."""
+        self._health.identity = identity
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.grpc.start()
