@@ -201,7 +201,7 @@ def build_core(
         serve_limit=serve_limit,
         bulk=bulk,
         peers=peers,
-        health=HealthMonitor(config, peers, counters),
+        health=HealthMonitor(config, peers, counters, clock=clock),
         manifests=manifests,
         retention=retention,
         prefaulter=prefaulter,

@@ -15,6 +15,7 @@ from replicator.agent.counters import Counters
 from replicator.agent.health import HealthMonitor, NodeHealth, NodeState
 from replicator.agent.jobs import Jobs
 from replicator.agent.peers import PeerDirectory
+from replicator.agent.transport import SocketTransport
 from replicator.config import AgentConfig
 from replicator.ids import NodeAddress, NodeIdentity
 from replicator.store import Store
@@ -31,7 +32,7 @@ class Watch:
         self.store = Store(open_root(root, create=True))
         self.store.rebuild()
         config = AgentConfig(root=str(root), node_id="me", deadline_s=DEADLINE_S, peers=(node.address.grpc_address,))
-        self.peers = PeerDirectory(config, ME, Jobs(self.store, ME, 1), Counters())
+        self.peers = PeerDirectory(config, ME, Jobs(self.store, ME, 1), Counters(), SocketTransport(config).channel)
         self.monitor = HealthMonitor(config, self.peers, Counters())
         self.told: asyncio.Queue[NodeHealth] = asyncio.Queue()
         self.monitor.on_change.append(lambda old, new: self.told.put_nowait(new))
