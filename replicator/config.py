@@ -24,8 +24,8 @@ from replicator.errors import ConfigError, InvalidIdError
 from replicator.ids import validate_node_id
 
 ENV_PREFIX = "REPLICATOR_"
-# Read by the trainer's library (replicator.client), not by the agent.
-CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET"})
+# No settings of the agent: read by the trainer's library (replicator.client) or, the last, by `faultpoints`.
+CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET", "REPLICATOR_FAULTPOINT"})
 AUTO_BYTES = -1
 """Of a size that may be `auto`."""
 MIN_SERVE_LIMIT = 1 << 20

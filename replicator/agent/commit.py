@@ -32,6 +32,7 @@ from replicator.config import AgentConfig
 from replicator.decide.placement import buddies
 from replicator.decide.types import HeldObject, Manifest, listed, recency
 from replicator.errors import CommitError, NotFoundError, ReplicationError, ReplicatorError, StaleEpochError
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
@@ -146,7 +147,9 @@ class Committer:
         self._check_own(manifest)
         data = manifest_to_bytes(manifest)
         with self._abandonment.storing(version):
+            reach("commit.storing")
             await run_to_end(lambda: self._manifests.put(data, crc32c(data)))
+        reach("commit.stored")
         # A newer incarnation that has just been told of no manifest may abandon this container on other nodes.
         self._jobs.check(job, manifest.epoch)
         members = self._others(job)
@@ -194,6 +197,7 @@ class Committer:
             wanted = expected.get(held.name)
             if wanted is None or (wanted.size, wanted.crc32c, wanted.owner_node_id) != (held.size, held.crc32c, owner):
                 raise CommitError(f"{owner} reports {held.name} of {version}, which is not in its manifest like that")
+        reach("protect.reported")
         entry.acknowledged.setdefault(owner, set()).update(held.name for held in objects)
         self._progressed(version)
         self._protect_if_due(entry)
@@ -264,6 +268,7 @@ class Committer:
                 log.warning("a node did not store the manifest", extra=fields(version, peer=node.node_id, reason=error))
             else:
                 entry.stored_on.add(node.node_id)
+                reach("commit.sent")
                 self._committed_if_due(entry)
 
         await asyncio.gather(*(send(node) for node in members if node.node_id not in entry.stored_on))
@@ -283,6 +288,7 @@ class Committer:
     def _committed_if_due(self, entry: _Open) -> None:
         if not entry.committed and len(entry.stored_on) >= entry.needed:
             entry.committed = True
+            reach("commit.enough")
             self._counters.add("containers_committed")
             log.info("container committed", extra=fields(entry.manifest.version, nodes=len(entry.stored_on)))
             self._tell(entry, self._event(entry))
@@ -334,7 +340,9 @@ class Committer:
         version = entry.manifest.version
         if not entry.committed or entry.missing_owners() or self._store.is_protected(version):
             return
+        reach("protect.marking")
         self._store.mark_protected(version)
+        reach("protect.marked")
         self._counters.add("containers_protected")
         log.info("container protected", extra=fields(version))
         self._tell_protected(entry)
@@ -364,6 +372,7 @@ class Committer:
 
             try:
                 await repeat(once, self._config.deadline_s, final=(StaleEpochError, CommitError))
+                reach("protect.spread")
             except ReplicatorError as error:
                 log.warning(
                     "a node was not told that a container is protected",
@@ -386,6 +395,7 @@ class Committer:
         """
         self._jobs.check(sender.job, sender.epoch)
         manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job, self._abandonment.check)
+        reach("commit.received")
         self._own_copies.check(manifest.version, again=True)
 
     async def mark_protected(self, version: ContainerVersion, sender: Sender) -> None:
@@ -407,6 +417,7 @@ class Committer:
             )
         if not self._store.is_protected(version):
             self._store.mark_protected(version)
+            reach("protect.received")
             log.info("container protected", extra=fields(version, coordinator=sender.node.node_id))
         self._background.spawn("superseded", version, self._superseded(version))
 

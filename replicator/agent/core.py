@@ -36,6 +36,7 @@ from replicator.agent.sources import Opener
 from replicator.agent.transport import BulkEndpoint, SocketTransport, Transport
 from replicator.config import AgentConfig
 from replicator.errors import InvalidIdError, ObjectNotFoundError
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
 from replicator.store import Store
 from replicator.store.client_lock import is_client_alive
@@ -130,6 +131,7 @@ class AgentCore:
                 self.store.client_gone(client_id)
         await self.peers.announce()
         self.committer.resume()
+        reach("restart.resumed")
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from replicator.agent import logs, scheduling
 from replicator.config import AgentConfig
 from replicator.errors import ReplicatorError, StoreRootError
+from replicator.faultpoints import reach
 from replicator.ids import NodeAddress, NodeIdentity
 from replicator.version import version
 
@@ -162,6 +163,7 @@ class Agent:
 
         root = Path(self.store.paths.root)
         report = await asyncio.to_thread(self.store.rebuild)
+        reach("restart.rebuilt")
         log.info("store opened: %s", report, extra={"root": str(root), "seconds": round(time.monotonic() - began, 3)})
 
         peer_server = Server(PEER_SERVICES)
@@ -198,6 +200,7 @@ class Agent:
         if self.config.idle_exit_s > 0:
             self._spawn(self._end_when_idle(), "the watch for idleness")
 
+        reach("restart.publishing")
         publish(
             root,
             Published(

@@ -14,6 +14,7 @@ from replicator.agent.logs import fields
 from replicator.agent.sources import Opener, PeerSource
 from replicator.config import AgentConfig
 from replicator.errors import CorruptObjectError, ObjectNotFoundError
+from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
 from replicator.store import Reservation, Store
 from replicator.store.client_lock import ClientLock
@@ -78,10 +79,12 @@ class Landing:
         capacity = capacity_for(info.size, info.block_size)
         async with self.reserved(self._client_id, capacity) as (reservation, mapped):
             report = await self.fill(info, sources, mapped.view[: info.size], deadline_s, on_progress=on_progress)
+            reach("pull.verified")
             sealed = dataclasses.replace(info, client_id=self._client_id)
             before_seal()
             write_trailer(mapped.view, sealed)
             self._store.seal(self._client_id, reservation.segment, sealed)
+            reach("pull.sealed")
         return sealed, report
 
     def hold(self) -> None:

@@ -21,6 +21,7 @@ from replicator.config import AgentConfig
 from replicator.decide.choose_step import choose_step
 from replicator.decide.types import ContainerInventory, HeldObject, Manifest, NodeInventory, Unanswered, recency
 from replicator.errors import DeadlineExceededError, InvalidIdError, ReplicatorError, StaleEpochError
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, validate_job, validate_step
 from replicator.native import crc32c
 from replicator.store import Store
@@ -92,6 +93,7 @@ class Lookup:
             self._jobs.check(job, epoch)
         round_ = _Round(self, job, epoch, step, deadline_s)
         inventories, manifests, data = await round_.ask_all()
+        reach("lookup.answered")
         silent = round_.unanswered()
         decision = await asyncio.to_thread(choose_step, inventories, manifests, step=step, unanswered=silent)
         self._counters.add("lookups")
@@ -144,6 +146,7 @@ class Lookup:
             return
         try:
             await asyncio.to_thread(self._manifests.put, *data[version])
+            reach("lookup.kept")
         except ReplicatorError as error:
             log.warning("the manifest of what is recovered cannot be stored", extra=fields(version, reason=error))
 

@@ -21,6 +21,7 @@ from replicator.agent.replicate import Replicator
 from replicator.config import AgentConfig
 from replicator.decide.types import HeldObject, Manifest, recency
 from replicator.errors import CommitError, ReplicatorError, StaleEpochError
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.store import Store
 from replicator.v1 import peer_pb2
@@ -148,6 +149,7 @@ class OwnCopies:
             await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job).node_ids))
             if self._missing(version, held):
                 return
+            reach("protect.reporting")
             for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
                 await self._tell(manifest, held[start : start + OBJECTS_PER_INVENTORY_MESSAGE])
             told = True

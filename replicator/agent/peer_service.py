@@ -21,6 +21,7 @@ from replicator.errors import (
     PeerUnavailableError,
     ReplicatorError,
 )
+from replicator.faultpoints import reach
 from replicator.ids import NodeAddress
 from replicator.v1 import peer_pb2, peer_pb2_grpc, types_pb2
 from replicator.version import version as own_version
@@ -126,6 +127,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             else:
                 failed = offer_failure(taking)
                 await context.write(peer_pb2.OfferEvent(object=request.objects[place].object, failed=failed))
+        reach("replicate.received")
         await self._tell_outcomes(request, outcomes, context, limit / 4)
 
     @_served

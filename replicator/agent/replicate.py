@@ -29,6 +29,7 @@ from replicator.errors import (
     TransferError,
     from_wire,
 )
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, ObjectVersion
 from replicator.store import Store
 from replicator.store.trailer import ObjectInfo
@@ -250,6 +251,7 @@ class Replicator:
         )
         awaited = f"copies of {len(open_items)} objects, {first.object} first"
         self._counters.add("offers_sent")
+        reach("replicate.offering")
         async for event in self._peers.stream(
             node, "PeerService/Offer", request, peer_pb2.OfferEvent, awaited=awaited, idle_s=first.deadline_s
         ):
@@ -316,6 +318,8 @@ class Replicator:
                 self._acks.setdefault(item.object.version, {})[(item.object.name, queue.buddy)] = identity
         while len(self._acks) > MAX_REMEMBERED_VERSIONS:
             self._acks.popitem(last=False)
+        if items:
+            reach("replicate.acknowledged")
         self._counters.add("replicas_made", len(items))
         self._counters.add("replica_bytes", size if lane else 0)
         for report, event in batches.made(queue.buddy, items, lane, now):

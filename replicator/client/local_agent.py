@@ -23,6 +23,7 @@ from replicator.errors import (
     ReplicatorError,
     StaleEpochError,
 )
+from replicator.faultpoints import reach
 from replicator.ids import NodeAddress, ObjectVersion
 from replicator.v1 import local_pb2
 from replicator.wire import manifest_to_pb, node_address_to_pb, object_to_pb
@@ -117,6 +118,7 @@ class LocalAgent(AgentLink):
             client_id=self.client_id, manifest=manifest_to_pb(manifest), deadline_ms=int(self.deadline_s * 1000)
         )
         futures = self._outstanding.expect_commit(manifest.version, request)
+        reach("commit.asking")
         try:
             self.call("Commit", request, local_pb2.CommitReply)
         except AgentUnavailableError as error:

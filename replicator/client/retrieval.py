@@ -12,6 +12,7 @@ from replicator.client.local_agent import LocalAgent
 from replicator.client.segments import Segments
 from replicator.decide.types import ObjectSource
 from replicator.errors import AgentUnavailableError, ReplicatorError, from_wire
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.v1 import local_pb2, types_pb2
 from replicator.wire import source_to_pb, version_to_pb
@@ -115,6 +116,7 @@ def retrieve(
         name, error = next(iter(failed.items()))
         others = f" ({len(failed) - 1} more objects failed)" if len(failed) > 1 else ""
         raise type(error)(f"cannot bring {name} of {version} to this node: {error}{others}")
+    reach("load.retrieved")
     return [done[source.name] for source in sources]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from replicator.client import fork
 from replicator.client.local_agent import LocalAgent
 from replicator.errors import AgentUnavailableError, SegmentError
+from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
 from replicator.store.publish import publish
 from replicator.store.segment import MappedSegment, MappingCache, create_segment
@@ -62,13 +63,18 @@ class Segments:
         deadline_s = self.agent.call_deadline_s + capacity / _ALLOCATION_BYTES_PER_S
         try:
             reply = self.agent.call("Reserve", request, local_pb2.ReserveReply, deadline_s)
-            return self.map(reply.segment, reply.inode, reply.capacity_bytes)
+            return self._reserved(reply.segment, reply.inode, reply.capacity_bytes)
         except AgentUnavailableError as error:
             logger.warning("%s is written without the agent: %s", one, error)
         name, inode = create_segment(self.agent.paths, self.agent.client_id, capacity)
         with self._lock:
             self._lone.add(name)
-        return self.map(name, inode, capacity)
+        return self._reserved(name, inode, capacity)
+
+    def _reserved(self, name: str, inode: int, capacity: int) -> MappedSegment:
+        mapped = self.map(name, inode, capacity)
+        reach("reserve.mapped")
+        return mapped
 
     def map(self, name: str, inode: int, capacity: int) -> MappedSegment:
         """A segment of this process, mapped."""

@@ -25,6 +25,7 @@ from replicator.client.segments import SegmentObject, Segments
 from replicator.config import load_config
 from replicator.decide.types import Manifest
 from replicator.errors import AgentUnavailableError, ConfigError, InvalidIdError
+from replicator.faultpoints import reach
 from replicator.ids import (
     MAX_ATTEMPT,
     CheckpointContainerId,
@@ -128,6 +129,7 @@ class Session:
         plan = plan_from_pb(types_pb2.Plan.FromString(answer))
         if plan.version is not None:
             keep(self.agent, plan.version, self.epoch)
+            reach("load.planned")
         return plan
 
     def begin(self, container: CheckpointContainerId, saver: object | None = None) -> ContainerVersion:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from replicator.errors import CorruptObjectError, ObjectExistsError, SegmentError, StoreError
+from replicator.faultpoints import reach
 from replicator.store.mounts import room_for
 from replicator.store.paths import StorePaths
 from replicator.store.trailer import ObjectInfo, read_trailer
@@ -44,7 +45,9 @@ def publish(paths: StorePaths, segment: str, info: ObjectInfo) -> Path:
         try:
             with room_for(f"the name of {info.object}", paths.root):
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                reach("seal.before_rename")
                 rename_new(source, target)
+            reach("seal.after_rename")
             return target
         except FileExistsError:
             if not _is_there(target, info):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicator.errors import CorruptObjectError, StoreRootError
+from replicator.faultpoints import reach
 from replicator.ids import MAX_ATTEMPT, ContainerVersion, split_generation
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
@@ -86,6 +87,7 @@ def _index_objects(paths: StorePaths, index: Index) -> list[Path]:
         for path in sorted(directory.iterdir()):
             try:
                 index.add(*_read(version, path))
+                reach("restart.rebuilding")
             except (CorruptObjectError, OSError):
                 bad.append(path)
     return bad

@@ -22,6 +22,7 @@ from replicator.errors import (
     StoreFullError,
     StoreRootError,
 )
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store.client_lock import is_client_alive
@@ -216,6 +217,7 @@ class Store:
                 if found is not None:
                     return found
                 name, inode = create_segment(self.paths, client_id, capacity)
+            reach("reserve.created")
             reservation = Reservation(name, inode, capacity)
             with self._changing():
                 self._pool.add(reservation)
@@ -263,6 +265,7 @@ class Store:
             if items:
                 self._fund(check_client_id(items[0].info.client_id), batch)
             batch.write(self._relieve)
+            reach("ingest.written")
             for part in batch.parts():
                 with self._lock:
                     try:
@@ -274,6 +277,7 @@ class Store:
                         sealed = batch.publish(index)
                         if sealed is not None:
                             self._index.add(*sealed)
+                            reach("ingest.named")
         finally:
             unused = batch.end()
             with self._lock:
@@ -383,6 +387,7 @@ class Store:
             publish(self.paths, segment, info)
             self._pool.sealed(segment)
             self._add(info.object)
+        reach("seal.indexed")
 
     def adopt(self, one: ObjectVersion) -> ObjectInfo:
         """Take an object into the index that a trainer published without the agent. Idempotent.
@@ -487,6 +492,7 @@ class Store:
             with room_for(f"what is known of job {state.job}", self.paths.root):
                 self._records.put_job(state)
             self._jobs[state.job] = state
+        reach("epoch.stored")
 
     # -- removing
 
@@ -494,12 +500,14 @@ class Store:
         """Remove a container: first manifest and mark, then its objects, whose segments are recycled. Bytes freed."""
         with self._changing():
             self._records.drop(version)
+            reach("drop.unlisted")
             self._index.drop_manifest(version)
             before = self._index.sealed_bytes
             for name, info in self._index.objects(version).items():
                 self._index.remove(info.object)
                 with contextlib.suppress(FileNotFoundError):
                     self._pool.recycle(self.paths.object(version.object(name)), info.client_id)
+                reach("drop.recycled")
             remove_empty(self.paths.objects_of(version), self.paths.objects)
             return before - self._index.sealed_bytes
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicator.checksum import BLOCK_SIZE
 from replicator.errors import SegmentError, StoreFullError
+from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
 from replicator.native import combine_blocks, copy_crc32c, crc32c
 from replicator.store.segment import MappedSegment
@@ -80,6 +81,7 @@ class ObjectWriter:
             self._advance(copy_crc32c(target, source[done : done + step], self._crc), step)
             done += step
         self._size = self._summed
+        reach("write.copied")
         return size
 
     def next_buffer_slice(self, size: int) -> memoryview:
@@ -126,6 +128,7 @@ class ObjectWriter:
             self._client_id,
         )
         write_trailer(self.mapped.view, self._info)
+        reach("write.ended")
         return self._info
 
     def abort(self) -> None:

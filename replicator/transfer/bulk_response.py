@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import h11
 
 from replicator.errors import NotFoundError, ReplicatorError, TicketError, TransferError, TransferStalledError
+from replicator.faultpoints import reach
 from replicator.transfer import bulk_http
 from replicator.transfer.bulk_http import ObjectRequest, RefusedError
 from replicator.transfer.lane import ServedObject
@@ -137,3 +138,4 @@ def send_file(sock: socket.socket, fd: int, offset: int, length: int) -> None:
             raise TransferError(f"the file of a sealed object ends at {offset}, {end - offset} bytes too early")
         offset += count
         waited_before = False
+        reach("pull.serving")

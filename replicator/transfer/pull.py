@@ -24,6 +24,7 @@ from replicator.errors import (
     TransferError,
     TransferStalledError,
 )
+from replicator.faultpoints import reach
 from replicator.transfer.lane import Lane, Source
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ class _Pull:
                     self._missing.discard(number)
                     self._verified += self._length(number)
                     verified.append(number)
+                    reach("pull.block")
                 else:
                     bad_here.add(number)
                     self._bad.append((source.node_id, number))
