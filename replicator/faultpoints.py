@@ -102,7 +102,8 @@ def parse(text: str) -> _Armed | None:
     known = name in POINTS or (name == EVERY and action == "note")
     if not known or action not in ACTIONS or not (nth or "1").isdecimal() or nth == "0":
         raise ConfigError(
-            f"{VARIABLE}: expected name[:nth]=kill|stop|note with a name like {next(iter(POINTS))}, or *=note, found {text!r}"
+            f"{VARIABLE}: expected name[:nth]=kill|stop|note with a name like {next(iter(POINTS))}, or *=note, "
+            f"found {text!r}"
         )
     return _Armed(name, int(nth or 1), action)
 

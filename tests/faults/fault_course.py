@@ -8,6 +8,7 @@ from typing import Any
 
 from fault_model import History, Save, newest_recoverable
 from fault_nodes import CaseFailedError, Cluster, Trainer
+from fault_trainer import LARGE
 
 from replicator.ids import CheckpointContainerId, ContainerVersion
 
@@ -44,8 +45,11 @@ class Course:
             raise CaseFailedError(f"a save or a recovery did not end within {deadline_s:.0f} s")
 
 
-def save(made: Cluster, history: History) -> Save:
+def save(made: Cluster, history: History, large: int = LARGE) -> Save:
     """All ranks save the next step; the end is its protection.
+
+    Args:
+        large: bytes of the largest object of each rank.
 
     Raises:
         CaseFailedError: a rank could not do its part, or died.
@@ -56,12 +60,12 @@ def save(made: Cluster, history: History) -> Save:
     generation = coordinator.do("begin", step=step)
     one = history.begin(step, generation)
     for trainer in trainers:
-        trainer.start("write", step=step, generation=generation)
+        trainer.start("write", step=step, generation=generation, large=large)
     # All answers are taken, so that none is left over for the next question.
     answers = [trainer.ask() for trainer in trainers]
     entries = [entry for answer in answers for entry in _ok(answer)["entries"]]
     one.commit_asked = True
-    coordinator.do("commit", step=step, generation=generation, entries=entries, replicas=1)
+    coordinator.do("commit", step=step, generation=generation, entries=entries, replicas=made.replicas)
     for what in ("committed", "protected"):
         said = coordinator.do("outcome", step=step, generation=generation, what=what, deadline_s=OUTCOME_S)
         if said != "yes":

@@ -7,7 +7,6 @@ the living nodes, and byte by byte with what was saved. Then the job saves again
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from fault_course import Course, check_recovery, recover, save
 from fault_model import History, check_index
 from fault_nodes import CaseFailedError, Cluster, Node, Process, stop_reached, wait_until
 from fault_table import Line
+from fault_trainer import LARGE
 
 from replicator.faultpoints import POINTS
 from replicator.ids import ContainerVersion
@@ -24,6 +24,7 @@ from replicator.ids import ContainerVersion
 DEADLINE_S = 6.0
 REACH_S = 30.0
 END_S = 90.0
+ORDER_S = 10.0
 # Of its store, a restarted agent has this much mapped and touched at most: no payload is read for the index.
 MAX_TOUCHED = 1 << 20
 
@@ -33,6 +34,7 @@ TRAINER_POINTS = frozenset(name for name, what in POINTS.items() if what.startsw
 PULL_POINTS = ("pull.block", "pull.verified", "pull.sealed", "ingest.written", "ingest.named", "pull.serving")
 LOAD_POINTS = ("lookup.answered", "lookup.kept", "load.planned", "load.retrieved")
 RESTART_POINTS = ("restart.rebuilding", "restart.rebuilt", "restart.publishing", "restart.resumed")
+_OF_FIRST = ("trainer:", "agent:", "coordinator's agent:", "the segment", "the object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Matrix:
         self._history: History
         self._noticed_s: float | None = None
         self._lost = 0
+        self._large = LARGE
 
     def __enter__(self) -> Matrix:
         return self
@@ -169,15 +172,14 @@ class Matrix:
     def _check_order(self, node: Node) -> None:
         """At the latest a moment after a save, nothing is reserved, and the index is what the files are."""
 
-        def in_order() -> bool:
-            with contextlib.suppress(CaseFailedError, FileNotFoundError):
-                check_index(node)
-                return True
-            return False
-
-        with contextlib.suppress(CaseFailedError):
-            wait_until(in_order, "all is in order", 10)
-        check_index(node)
+        end = time.monotonic() + ORDER_S
+        while True:
+            try:
+                return check_index(node)
+            except (CaseFailedError, FileNotFoundError):
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.02)
 
     def _point(self, case: Case) -> str:
         return f"{case.point}:{case.nth}=stop"
@@ -197,7 +199,9 @@ class Matrix:
             self._arm_agent(victim, case)
             victim.wait_agent()
             made.enter()
-        return Course(lambda: save(made, self._history))
+        # Memory of earlier saves is used again: a segment is made only for what is larger than all of them.
+        self._large += (1 << 20) if case.point == "reserve.created" else 0
+        return Course(lambda: save(made, self._history, self._large))
 
     def _begin_recovery(self, victim: Node, case: Case) -> Course:
         """n2 was lost with its memory, and its replacement brings everything back."""

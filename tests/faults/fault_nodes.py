@@ -13,9 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 
@@ -43,7 +43,11 @@ def environment(**more: str) -> dict[str, str]:
 class Process:
     """A child whose stderr is read as it comes. The lines are kept, for a message about what went wrong."""
 
+    default_point: ClassVar[str] = ""
+    noted: ClassVar[set[str]] = set()  # by all processes
+
     def __init__(self, command: Sequence[str], point: str = "") -> None:
+        point = point or self.default_point
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -70,6 +74,7 @@ class Process:
         self.heard.append((time.monotonic(), line))
         if line.startswith("faultpoint "):
             self.points.put(line.split()[1])
+            self.noted.add(line.split()[1])
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -176,7 +181,7 @@ class Node:
         end = time.monotonic() + START_S
         while True:
             found = find_agent(self.root)
-            if found is not None and (found.pid == self.agent.pid or self.prefix):
+            if found is not None and (found.pid == self.agent.pid):
                 return
             if not self.agent.is_running:
                 raise CaseFailedError(f"the agent of {self.node_id} ended: {''.join(self.agent.lines[-8:])}")
@@ -231,9 +236,18 @@ class Node:
 class Cluster:
     """Nodes n0, n1, ... and the job that runs on them."""
 
-    def __init__(self, count: int, deadline_s: float = 6.0, flags: Sequence[str] = (), job: str = "job") -> None:
+    def __init__(
+        self,
+        count: int,
+        deadline_s: float = 6.0,
+        flags: Callable[[int], Sequence[str]] = lambda index: (),
+        prefix: Callable[[int], Sequence[str]] = lambda index: (),
+        job: str = "job",
+        replicas: int = 1,
+    ) -> None:
         self.base = Path(tempfile.mkdtemp(prefix="replicator-faults-", dir="/dev/shm"))
-        self.nodes = [Node(f"n{index}", self.base, deadline_s, flags) for index in range(count)]
+        self.nodes = [Node(f"n{index}", self.base, deadline_s, flags(index), prefix(index)) for index in range(count)]
+        self.replicas = replicas
         self.job = job
         self.epoch = 0
         self.step = 0
@@ -258,7 +272,7 @@ class Cluster:
             trainer.start("attach")
         members = [trainer.result() for trainer in self.trainers]
         self.epoch = self.trainers[0].do("open_job", job=self.job, members=members)
-        self.all_do("join", job=self.job, epoch=self.epoch, members=members, replicas=1)
+        self.all_do("join", job=self.job, epoch=self.epoch, members=members, replicas=self.replicas)
 
     @property
     def trainers(self) -> list[Trainer]:

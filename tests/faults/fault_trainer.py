@@ -33,9 +33,9 @@ def content(version: ContainerVersion, name: str, size: int) -> bytes:
     return random.Random(f"{version} {name}").randbytes(size)
 
 
-def sizes(node_id: str) -> Iterator[tuple[str, int]]:
+def sizes(node_id: str, large: int) -> Iterator[tuple[str, int]]:
     """The objects of one rank, with their sizes in bytes."""
-    yield f"{node_id}-large", LARGE
+    yield f"{node_id}-large", large
     for index in range(SMALLS):
         yield f"{node_id}-small-{index}", SMALL + index
 
@@ -79,12 +79,12 @@ class Trainer:
         """The generation."""
         return self._session.begin(CheckpointContainerId(self._session.job, step), self).generation
 
-    def write(self, step: int, generation: int) -> dict[str, Any]:
+    def write(self, step: int, generation: int, large: int = LARGE) -> dict[str, Any]:
         """Write, seal and replicate this rank's objects; entries of the manifest, and how long it took."""
         version = self._version(step, generation)
         started = time.monotonic()
         entries, sealed = [], []
-        for name, size in sizes(self._agent.node.node_id):
+        for name, size in sizes(self._agent.node.node_id, large):
             with self._session.create(version.object(name), size) as sink:
                 sink.write(content(version, name, size))
             sealed.append(sink.info.object)
