@@ -25,8 +25,9 @@ int wait_readable(int fd, int cancel_fd, Seconds timeout) {
   const Clock::time_point begin = Clock::now();
   while (true) {
     const Seconds left = timeout - (Clock::now() - begin);
-    const double ms = std::clamp(std::ceil(left.count() * 1000), 0.0, 1e9);
-    const int ready = poll(fds, 2, static_cast<int>(ms));
+    const double ms = std::ceil(left.count() * 1000);
+    // What is not greater than 0, be it no number at all, is over; poll takes any negative number for "for ever".
+    const int ready = poll(fds, 2, ms > 0 ? static_cast<int>(std::min(ms, 1e9)) : 0);
     if (ready < 0 && errno != EINTR) return errno;
     if (ready > 0) return fds[1].revents != 0 ? ECANCELED : 0;
     if (ready == 0) return ETIME;

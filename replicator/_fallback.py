@@ -24,6 +24,7 @@ ENGINES = ("crc32c", "google_crc32c", "table")
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reflected: bit 31 is the coefficient of x^0
 _ONE = 1 << 31
 _WINDOW = 1 << 20
+_MAX_POLL_MS = 1e9
 
 
 def _table() -> tuple[int, ...]:
@@ -187,7 +188,8 @@ def _receive(
     size = 0
     begin = last = time.monotonic()
     while size < len(target):
-        ready = {ready_fd for ready_fd, _ in poller.poll(max(0.0, last + progress_timeout_s - time.monotonic()) * 1000)}
+        wait_ms = max(0.0, last + progress_timeout_s - time.monotonic()) * 1000
+        ready = {ready_fd for ready_fd, _ in poller.poll(min(wait_ms, _MAX_POLL_MS))}
         if cancel_fd in ready:
             return size, errno.ECANCELED
         if not ready:

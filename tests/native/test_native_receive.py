@@ -142,6 +142,26 @@ def test_deadline_is_for_progress_and_not_for_the_whole(
     assert crcs == [native.crc32c(b"x" * 120)]
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("-inf"), float("nan")])
+def test_a_deadline_that_is_no_time_is_over_at_once(
+    native: ModuleType, pair: tuple[socket.socket, socket.socket], timeout_s: float
+) -> None:
+    got = native.receive(pair[1].fileno(), bytearray(10), block_size=BLOCK, progress_timeout_s=timeout_s)
+    assert got == native.Received(0, [], 0, errno.ETIME)
+
+
+def test_an_infinite_deadline_waits_for_the_bytes(
+    native: ModuleType, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    sender, receiver = pair
+    timer = threading.Timer(0.05, sender.sendall, [b"abc"])
+    timer.start()
+    got = native.receive(receiver.fileno(), bytearray(3), block_size=BLOCK, progress_timeout_s=float("inf"))
+    timer.join()
+    assert got.error == 0
+    assert got.size == 3
+
+
 def test_peer_closes_early(native: ModuleType, pair: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = pair
     sender.sendall(b"x" * (BLOCK + 1))
