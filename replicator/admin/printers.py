@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,12 @@ def names(items: Sequence[str], limit: int = 6) -> str:
     """ "a, b, c", or a dash; long lists end in their number."""
     shown = ", ".join(items[:limit]) or "-"
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+
+
+def health_line(view: View) -> str:
+    """ "dead for 5 min 3 s: no answer"."""
+    seconds = max(0.0, time.time() - view["since_unix_seconds"])
+    return f"{view['state']} for {duration(seconds)}: {view['reason']}"
 
 
 def version_of(view: View) -> str:

@@ -62,7 +62,12 @@ def status(reply: admin_pb2.StatusReply) -> View:
         "native_core": reply.native_core,
         "jobs": [job(item) for item in reply.jobs],
         "counters": dict(sorted(reply.counters.items())),
+        "peers": [{"node": node(peer.node), **health(peer)} for peer in reply.peers],
     }
+
+
+def health(reply: admin_pb2.PeerHealth) -> View:
+    return {"state": reply.state, "reason": reply.reason, "since_unix_seconds": reply.since_unix_ms / 1000}
 
 
 def job(reply: admin_pb2.JobStatus) -> View:
@@ -85,6 +90,7 @@ def nodes(reply: admin_pb2.NodesReply) -> View:
                 "reachable": report.reachable,
                 "reason": report.reason,
                 "status": status(report.status) if report.reachable else None,
+                "health": health(report.health) if report.HasField("health") else None,
             }
             for report in reply.nodes
         ]

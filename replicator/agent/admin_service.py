@@ -16,7 +16,7 @@ from replicator import wire
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
-from replicator.agent.status import status_of
+from replicator.agent.status import health_to_pb, status_of
 from replicator.decide.assess import Assessment, Evidence
 from replicator.decide.types import HeldObject, NodeInventory, recency
 from replicator.errors import ReplicatorError
@@ -55,7 +55,7 @@ class AdminServicer:
     @handler
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusReply:
         """This agent."""
-        return status_of(self._core, self._clients, self._started)
+        return status_of(self._core, self._clients, self._started, brief=request.brief)
 
     @handler
     async def Nodes(self, request: admin_pb2.NodesRequest, context: Context) -> admin_pb2.NodesReply:
@@ -67,7 +67,7 @@ class AdminServicer:
         own = admin_pb2.NodeReport(
             node=wire.node_address_to_pb(self._core.address),
             reachable=True,
-            status=status_of(self._core, self._clients, self._started),
+            status=status_of(self._core, self._clients, self._started, brief=True),
         )
         ordered = sorted([own, *reports], key=lambda report: (report.node.identity.node_id, report.node.grpc_address))
         if sum(report.ByteSize() for report in ordered) > MAX_REPLY_BYTES:
@@ -171,15 +171,21 @@ class AdminServicer:
                 status = await self._core.peers.unary(
                     node,
                     "AdminService/Status",
-                    admin_pb2.StatusRequest(),
+                    admin_pb2.StatusRequest(brief=True),
                     admin_pb2.StatusReply,
                     awaited="its status",
                     deadline_s=min(limit_s, self._core.config.rpc_deadline_s),
                 )
         except (ReplicatorError, TimeoutError) as error:
             reason = str(error) or f"it was not asked within {limit_s:.1f} s"
-            return admin_pb2.NodeReport(node=address, reachable=False, reason=reason)
-        return admin_pb2.NodeReport(node=status.node, reachable=True, status=status)
+            return self._with_health(admin_pb2.NodeReport(node=address, reachable=False, reason=reason))
+        return self._with_health(admin_pb2.NodeReport(node=status.node, reachable=True, status=status))
+
+    def _with_health(self, report: admin_pb2.NodeReport) -> admin_pb2.NodeReport:
+        known = self._core.health.view().get(report.node.identity.node_id)
+        if known is not None:
+            report.health.CopyFrom(health_to_pb(known))
+        return report
 
     async def _describe(
         self, node: NodeAddress, one: ObjectVersion, held: HeldObject, limit_s: float, gate: asyncio.Semaphore

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from replicator import native, wire
 from replicator.agent.clients import ClientRegistry
+from replicator.decide.health import NodeHealth
 from replicator.decide.types import recency
 from replicator.ids import ContainerVersion
 from replicator.store.paths import StorePaths
@@ -17,11 +18,16 @@ if TYPE_CHECKING:
     from replicator.agent.core import AgentCore
 
 
-def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin_pb2.StatusReply:
+# Of thousands of peers that are all dead, the reasons still fit into one reply.
+MAX_REASON_CHARS = 200
+
+
+def status_of(core: AgentCore, clients: ClientRegistry, started: float, *, brief: bool) -> admin_pb2.StatusReply:
     """The status now.
 
     Args:
         started: `time.monotonic()` at the start of the agent.
+        brief: leave out what is believed of the peers.
     """
     usage = core.store.usage()
     return admin_pb2.StatusReply(
@@ -41,6 +47,16 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float) -> admin
         native_core=native.IMPLEMENTATION == "native",
         jobs=[_job_status(core, job) for job in core.jobs.names()],
         counters=core.counters.snapshot(),
+        peers=() if brief else [health_to_pb(one) for _, one in sorted(core.health.view().items())],
+    )
+
+
+def health_to_pb(health: NodeHealth) -> admin_pb2.PeerHealth:
+    return admin_pb2.PeerHealth(
+        node=wire.node_address_to_pb(health.node),
+        state=health.state.value,
+        reason=health.reason[:MAX_REASON_CHARS],
+        since_unix_ms=int(health.since_unix_s * 1000),
     )
 
 

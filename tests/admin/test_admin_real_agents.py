@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from admin_cli import admin, admin_json, environment, one_error_line
@@ -184,6 +186,23 @@ def test_nodes_with_one_that_is_gone(nodes: dict[str, Node]) -> None:
     assert gone["reason"]
     assert gone["status"] is None
     assert "No answer from n1: " in admin("nodes", "--root", nodes["n3"].root).stdout
+    began = time.time()
+
+    def believed() -> dict[str, Any]:
+        peers = admin_json("status", "--root", nodes["n3"].root)[1]["peers"]
+        return {peer["node"]["node_id"]: peer for peer in peers}
+
+    while (peers := believed())["n1"]["state"] != "dead":
+        assert time.time() - began < 30
+    assert set(peers) == {"n1", "n2"}
+    assert peers["n2"]["state"] == "alive"
+    assert peers["n1"]["reason"]
+    assert began - 1 < peers["n1"]["since_unix_seconds"] < time.time() + 1
+    found = admin_json("nodes", "--root", nodes["n3"].root)[1]
+    health = {report["node"]["node_id"]: report["health"] and report["health"]["state"] for report in found["nodes"]}
+    assert health == {"n1": "dead", "n2": "alive", "n3": None}
+    shown = admin("nodes", "--root", nodes["n3"].root).stdout
+    assert "n1 is dead for " in shown
     status, found = admin_json("ls", JOB, "--root", nodes["n3"].root)
     assert [who["grpc_address"] for who in found["unanswered"]] == [nodes["n1"].grpc_address]
     assert "no answer came from" in found["containers"][0]["reason"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from replicator.admin.connection import AdminClient
-from replicator.admin.printers import Page, Printer, duration, size, yes_no
+from replicator.admin.printers import Page, Printer, duration, health_line, size, yes_no
 from replicator.admin.views import View
 
 NAME = "nodes"
@@ -29,18 +29,22 @@ def run(args: argparse.Namespace, printer: Printer) -> int:
 
 def _draw(page: Page, view: View) -> None:
     page.table(
-        ("NODE", "ADDRESS", "REACHABLE", "VERSION", "UP", "OBJECTS>", "SEALED>", "BUDGET>", "TRAINERS>"),
+        ("NODE", "ADDRESS", "REACHABLE", "HEALTH", "VERSION", "UP", "OBJECTS>", "SEALED>", "BUDGET>", "TRAINERS>"),
         [_row(report) for report in view["nodes"]],
     )
     for report in view["nodes"]:
         if not report["reachable"]:
             who = report["node"]["node_id"] or report["node"]["grpc_address"]
             page.line(f"No answer from {who}: {report['reason']}", style="yellow")
+    for report in view["nodes"]:
+        if report["health"] and report["health"]["state"] != "alive":
+            page.line(f"{report['node']['node_id']} is {health_line(report['health'])}", style="yellow")
 
 
 def _row(report: View) -> tuple[str, ...]:
     node, status = report["node"], report["status"]
-    start = (node["node_id"] or "?", node["grpc_address"], yes_no(report["reachable"]))
+    health = report["health"]["state"] if report["health"] else "-"
+    start = (node["node_id"] or "?", node["grpc_address"], yes_no(report["reachable"]), health)
     if status is None:
         return (*start, "-", "-", "-", "-", "-", "-")
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from replicator.admin.connection import AdminClient
-from replicator.admin.printers import Page, Printer, duration, names, size
+from replicator.admin.printers import Page, Printer, duration, health_line, names, size
 from replicator.admin.views import View
 
 NAME = "status"
@@ -63,6 +63,11 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
                 )
                 for job in view["jobs"]
             ],
+        )
+    if view["peers"]:
+        page.table(
+            ("PEER", "ADDRESS", "HEALTH"),
+            [(peer["node"]["node_id"], peer["node"]["grpc_address"], health_line(peer)) for peer in view["peers"]],
         )
     if with_counters:
         page.table(("COUNTER", "VALUE>"), [(name, str(value)) for name, value in view["counters"].items()])
