@@ -50,6 +50,8 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         """Events of one trainer process, until it goes away or another stream of it comes."""
         stream = self._clients.attach(request.client_id, request.pid)
         try:
+            if request.tells_segments:
+                await self._free_unknown(request.client_id, request.segments)
             attached = local_pb2.Attached(
                 node=wire.identity_to_pb(self._core.identity),
                 root=str(self._core.store.paths.root),
@@ -261,6 +263,13 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         return await self._core.puller.retrieve_ranges(request.client_id, wanted, source, ranges, limit)
 
     # -- parts
+
+    async def _free_unknown(self, client_id: str, segments: Sequence[str]) -> None:
+        """What an earlier agent reserved for the client and died before saying so."""
+        freed = await asyncio.to_thread(self._core.store.keep_only, client_id, frozenset(segments))
+        if freed:
+            self._core.counters.add("segments_unclaimed", freed)
+            log.info("a trainer does not know segments that were reserved for it", extra={"segments": freed})
 
     async def _abandon(
         self, job: str, epoch: int, containers: Sequence[types_pb2.ContainerRef]

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from replicator.client import fork
 from replicator.client.connection import Connection
-from replicator.client.launch import LOG_FILE, ensure_agent, find_agent
+from replicator.client.launch import LOG_FILE, AgentRecord, ensure_agent, find_agent
 from replicator.errors import AgentUnavailableError, DeadlineExceededError, ReplicatorError
 from replicator.ids import NodeAddress, NodeIdentity
 from replicator.store.client_lock import ClientLock
@@ -69,6 +69,7 @@ class AgentLink:
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._connection: Connection | None = None
+        self._quiet = True  # no call to a former agent is under way
 
         end = time.monotonic() + deadline_s
         first = self._open(deadline_s, may_start=auto_start)
@@ -209,6 +210,13 @@ class AgentLink:
     def _on_event(self, event: local_pb2.AttachEvent) -> None:
         """The agent says something. Called in the thread."""
 
+    def _on_reply(self, reply: Message) -> None:
+        """The agent answered a call. Called in the caller's thread, before it has the answer."""
+
+    def _segments_in_use(self) -> list[str] | None:
+        """The segments that this process has from agents. None: it cannot tell. Called in the thread."""
+        return None
+
     def _prepare(self, connection: Connection) -> None:
         """A next agent is attached, and nothing else speaks to it yet. Called in the thread."""
 
@@ -224,16 +232,22 @@ class AgentLink:
     # -- the thread
 
     def _attach_request(self) -> local_pb2.AttachRequest:
-        return local_pb2.AttachRequest(client_id=self.client_id, pid=self._pid, version=version(), batched=True)
+        request = local_pb2.AttachRequest(client_id=self.client_id, pid=self._pid, version=version(), batched=True)
+        in_use = self._segments_in_use() if self._quiet else None
+        if in_use is not None:
+            request.tells_segments = True
+            request.segments.extend(in_use)
+        return request
 
     def _open(self, deadline_s: float, *, may_start: bool) -> Connection:
         """A connection to the agent that is published, or to one started now; not yet attached."""
         if may_start:
-            return Connection(ensure_agent(self.root, deadline_s=deadline_s, idle_exit_s=self._idle_exit_s))
-        record = find_agent(self.root)
+            record: AgentRecord | None = ensure_agent(self.root, deadline_s=deadline_s, idle_exit_s=self._idle_exit_s)
+        else:
+            record = find_agent(self.root)
         if record is None:
             raise AgentUnavailableError(f"no agent runs in {self.root}; start replicator-agent --root {self.root}")
-        return Connection(record)
+        return Connection(record, self._on_reply)
 
     def _attach_first(self, connection: Connection, end: float) -> Connection:
         """Attach; when the agent that was found is just ending, to the next one, until the time is over."""
@@ -259,6 +273,8 @@ class AgentLink:
                 except Exception:
                     logger.exception("an event of the agent could not be understood")
             connection.close()
+            # What it was told until now is all that it will ever be told by that agent.
+            self._quiet = connection.wait_quiet(self.call_deadline_s)
             if not self._closed.is_set():
                 logger.warning("lost %s; saves go on locally until it is back", connection.whom)
             connection = self._reconnect()

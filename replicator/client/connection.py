@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -24,10 +25,17 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 class Connection:
-    """To the agent that `record` describes. Thread-safe. `lost` is set once it is known not to work any more."""
+    """To the agent that `record` describes. Thread-safe. `lost` is set once it is known not to work any more.
 
-    def __init__(self, record: AgentRecord) -> None:
+    Args:
+        on_reply: called with every reply of `call` before the caller has it, in the caller's thread.
+    """
+
+    def __init__(self, record: AgentRecord, on_reply: Callable[[Message], None] = lambda reply: None) -> None:
         self.record = record
+        self._on_reply = on_reply
+        self._calls = 0
+        self._ended = threading.Condition()
         self.lost = threading.Event()
         self._channel = grpc.insecure_channel(f"unix:{record.socket}", options=channel_options())
         self._events: Any = None
@@ -38,7 +46,7 @@ class Connection:
 
     def parts(self) -> Iterable[object]:
         """For `fork.Forkable`."""
-        return (self, self._channel, self._events)
+        return (self, self._channel, self._events, self._ended)
 
     def attach(self, request: local_pb2.AttachRequest, deadline_s: float) -> local_pb2.Attached:
         """Open the stream of events; `events` gives what follows the first.
@@ -99,11 +107,29 @@ class Connection:
             request_serializer=type(request).SerializeToString,
             response_deserializer=reply_type.FromString,
         )
-        try:
-            reply: ReplyT = function(request, timeout=deadline_s)
-        except grpc.RpcError as error:
-            raise self._error(error, awaited or f"its answer to {method}", deadline_s) from None
+        with self._counted():
+            try:
+                reply: ReplyT = function(request, timeout=deadline_s)
+            except grpc.RpcError as error:
+                raise self._error(error, awaited or f"its answer to {method}", deadline_s) from None
+            self._on_reply(reply)
         return reply
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._ended:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._calls -= 1
+                self._ended.notify_all()
+
+    def wait_quiet(self, deadline_s: float) -> bool:
+        """Wait until no call is under way; after `close` none begins any more. False when one still is."""
+        with self._ended:
+            return self._ended.wait_for(lambda: not self._calls, deadline_s)
 
     def stream(
         self, method: str, request: Message, reply_type: type[ReplyT], idle_s: float, awaited: str

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from google.protobuf.message import Message
+
 from replicator.client.agent_link import AgentLink
 from replicator.client.connection import Connection
 from replicator.client.outstanding import CommitFutures, Outstanding, ReplicaInfo
@@ -54,6 +56,7 @@ class LocalAgent(AgentLink):
         self._buddies: dict[str, tuple[str, ...]] = {}
         self._unadopted: dict[ObjectVersion, None] = {}
         self._unreleased: dict[str, None] = {}
+        self._segments: dict[str, None] = {}  # in use by this process
         super().__init__(root, deadline_s=deadline_s, auto_start=auto_start, idle_exit_s=idle_exit_s)
 
     # -- the job
@@ -153,9 +156,28 @@ class LocalAgent(AgentLink):
         reply = self.call_patiently("ReportCorrupt", request, local_pb2.ReportCorruptReply, self.deadline_s, awaited)
         return reply.quarantined
 
+    def hold(self, segment: str) -> None:
+        """This process uses a segment, until it is released or sealed: no agent may have it back."""
+        with self._changed:
+            self._segments[segment] = None
+
+    def sealed(self, segment: str) -> None:
+        """The segment holds an object now."""
+        with self._changed:
+            self._segments.pop(segment, None)
+
+    def _on_reply(self, reply: Message) -> None:
+        if isinstance(reply, local_pb2.ReserveReply | local_pb2.RetrieveRangesReply):
+            self.hold(reply.segment)
+
+    def _segments_in_use(self) -> list[str] | None:
+        with self._changed:
+            return list(self._segments)
+
     def release(self, segment: str) -> None:
         """A reserved segment is not needed. Without an agent, the next one is told."""
         with self._changed:
+            self._segments.pop(segment, None)
             self._unreleased[segment] = None
         try:
             self._release(self.connection())

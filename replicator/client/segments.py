@@ -13,6 +13,7 @@ from replicator.client.local_agent import LocalAgent
 from replicator.errors import AgentUnavailableError, SegmentError
 from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
+from replicator.store.paths import SegmentName
 from replicator.store.publish import publish
 from replicator.store.segment import MappedSegment, MappingCache, create_segment
 from replicator.store.trailer import ObjectInfo, capacity_for
@@ -66,13 +67,24 @@ class Segments:
             return self._reserved(reply.segment, reply.inode, reply.capacity_bytes)
         except AgentUnavailableError as error:
             logger.warning("%s is written without the agent: %s", one, error)
-        name, inode = create_segment(self.agent.paths, self.agent.client_id, capacity)
+        # The agent that comes next finds the file, and must not take it for one that nobody knows.
+        name = SegmentName.new(self.agent.client_id).text
+        self.agent.hold(name)
+        try:
+            _, inode = create_segment(self.agent.paths, self.agent.client_id, capacity, name)
+        except BaseException:
+            self.agent.release(name)
+            raise
         with self._lock:
             self._lone.add(name)
         return self._reserved(name, inode, capacity)
 
     def _reserved(self, name: str, inode: int, capacity: int) -> MappedSegment:
-        mapped = self.map(name, inode, capacity)
+        try:
+            mapped = self.map(name, inode, capacity)
+        except BaseException:
+            self.give_back(name)
+            raise
         reach("reserve.mapped")
         return mapped
 
@@ -98,12 +110,14 @@ class Segments:
             request = local_pb2.SealRequest(client_id=self.agent.client_id, segment=name, descriptor=info_to_pb(info))
             try:
                 self.agent.call("Seal", request, local_pb2.SealReply)
+                self.agent.sealed(name)
                 return
             except (AgentUnavailableError, SegmentError) as error:
                 # SegmentError: an agent that was restarted meanwhile may not know the segment.
                 logger.warning("%s is sealed without the agent: %s", info.object, error)
         publish(self.agent.paths, name, info)
         self._not_lone(name)
+        self.agent.sealed(name)
         self.agent.adopt_later(info.object)
 
     def _is_lone(self, name: str) -> bool:

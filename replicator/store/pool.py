@@ -271,10 +271,15 @@ class SegmentPool:
         with contextlib.suppress(FileNotFoundError):
             self.recycle(path, SegmentName.parse(segment).client_id)
 
+    def reserved_by(self, client_id: str) -> list[str]:
+        """The segments that are reserved for a client."""
+        prefix = f"w.{client_id}."
+        return [segment for segment in self._reserved if segment.startswith(prefix)]
+
     def client_gone(self, client_id: str) -> None:
         """Everything a dead client had reserved becomes free, also segments that it made without us."""
         prefix = f"w.{client_id}."
-        for segment in [segment for segment in self._reserved if segment.startswith(prefix)]:
+        for segment in self.reserved_by(client_id):
             self._unreserve(segment)
         for path in self._paths.segments.glob(f"{prefix}*"):
             with contextlib.suppress(FileNotFoundError):

@@ -36,8 +36,8 @@ def round_up(paths: StorePaths, capacity: int) -> int:
     return -(-capacity // unit) * unit
 
 
-def create_segment(paths: StorePaths, client_id: str, capacity: int) -> tuple[str, int]:
-    """Make and allocate a segment of `capacity` bytes for a client; its (name, inode).
+def create_segment(paths: StorePaths, client_id: str, capacity: int, name: str = "") -> tuple[str, int]:
+    """Make and allocate a segment of `capacity` bytes for a client; its (name, inode). `name`: the one to give it.
 
     The memory is allocated before anybody can map it, so a full tmpfs is an error here and never a SIGBUS later.
 
@@ -45,7 +45,7 @@ def create_segment(paths: StorePaths, client_id: str, capacity: int) -> tuple[st
         StoreFullError: the file system has not that much room.
         StoreError: it cannot be made for another reason.
     """
-    name = SegmentName.new(client_id).text
+    name = name or SegmentName.new(client_id).text
     path = paths.segment(name)
     try:
         with room_for(f"a segment of {capacity} bytes", paths.root):

@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from replicator.errors import (
@@ -370,6 +370,14 @@ class Store:
         with self._changing():
             if self._pool.reservation(client_id, segment) is not None:
                 self._pool.release(segment)
+
+    def keep_only(self, client_id: str, segments: Collection[str]) -> int:
+        """End all reservations of a client but these; how many. For one that says which segments it knows of."""
+        with self._changing():
+            unknown = [segment for segment in self._pool.reserved_by(client_id) if segment not in segments]
+            for segment in unknown:
+                self._pool.release(segment)
+            return len(unknown)
 
     def seal(self, client_id: str, segment: str, info: ObjectInfo) -> None:
         """Publish the object that a client wrote into its segment. Idempotent.
