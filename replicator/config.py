@@ -238,7 +238,7 @@ def split_address(text: str) -> tuple[str, int]:
     """(host, port) of `host:port` or `[v6]:port`; ConfigError for anything else."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match["port"]) <= 65535 or (match["v6"] and not _is_ip(match["v6"])):
-        raise ConfigError(f"expected an address like 10.0.0.1:7070, found {text!r}")
+        raise ConfigError(f"expected an address like 10.0.0.1:7070, found {text[:300]!r}")
     return match["v6"] or match["host"], int(match["port"])
 
 

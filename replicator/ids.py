@@ -31,7 +31,7 @@ def validate_part(text: str, what: str, max_chars: int) -> str:
     if not text:
         raise InvalidIdError(f"{what} is empty")
     if "\0" in text:
-        raise InvalidIdError(f"{what} contains a NUL character: {text!r}")
+        raise InvalidIdError(f"{what} contains a NUL character: {text[:80]!r}")
     if text in (".", ".."):
         raise InvalidIdError(f"{what} is {text!r}, which would be a path traversal")
     if len(text) > max_chars:

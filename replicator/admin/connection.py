@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from replicator.errors import (
     DeadlineExceededError,
     ReplicatorError,
 )
+from replicator.small_json import parse_json
 
 if TYPE_CHECKING:
     import grpc
@@ -78,7 +78,7 @@ def _published(root: Path) -> Target:
     file = root / "agent.json"
     advice = f"start one with: replicator-agent --root {root}, or name another with --agent host:port or --root DIR"
     try:
-        record = json.loads(file.read_text())
+        record = parse_json(file.read_bytes())
         path, pid, node_id = str(record["socket"]), int(record["pid"]), str(record["node_id"])
     except (FileNotFoundError, NotADirectoryError):
         raise AgentUnavailableError(f"no agent runs with the root {root} ({file} is not there); {advice}") from None

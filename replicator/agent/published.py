@@ -13,6 +13,7 @@ from pathlib import Path
 
 from replicator.errors import StoreRootError
 from replicator.rpc_options import UNIX_PATH_MAX
+from replicator.small_json import parse_json
 from replicator.store.paths import write_atomic
 
 RECORD = "agent.json"
@@ -63,7 +64,7 @@ def socket_path(root: Path) -> str:
         StoreRootError: there is no place whose path is short enough.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        _remove_socket(str(json.loads((root / RECORD).read_text())["socket"]))
+        _remove_socket(str(parse_json((root / RECORD).read_bytes())["socket"]))
     with contextlib.suppress(OSError):
         (root / RECORD).unlink()
     path = str(root.absolute() / SOCKET)

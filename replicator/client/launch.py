@@ -8,7 +8,6 @@ output to `<root>/agent.log`. Racing ranks are put in a row by a lock file, so e
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicator.errors import AgentUnavailableError, DeadlineExceededError, StoreRootError
+from replicator.small_json import parse_json
 
 AGENT_FILE = "agent.json"
 LOG_FILE = "agent.log"
@@ -55,7 +55,7 @@ def read_record(root: str | Path) -> AgentRecord | None:
         AgentUnavailableError: it is something else.
     """
     try:
-        raw = json.loads((Path(root) / AGENT_FILE).read_text())
+        raw = parse_json((Path(root) / AGENT_FILE).read_bytes())
         return AgentRecord(
             pid=int(raw["pid"]),
             node_id=str(raw["node_id"]),

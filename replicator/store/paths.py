@@ -25,6 +25,7 @@ from replicator.ids import (
     validate_job,
     validate_object_name,
 )
+from replicator.small_json import parse_json
 from replicator.store.mounts import filesystem_of
 
 FORMAT_VERSION = 1
@@ -210,7 +211,7 @@ def open_root(root: str | Path, create: bool) -> StorePaths:
                 (path / name).mkdir(mode=0o700, exist_ok=True)
             if not marker.exists():
                 write_atomic(marker, json.dumps({"format": FORMAT_VERSION, "store_id": secrets.token_hex(16)}).encode())
-        text = marker.read_text()
+        text = marker.read_bytes()
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not create:
             raise StoreRootError(
@@ -223,9 +224,9 @@ def open_root(root: str | Path, create: bool) -> StorePaths:
     return StorePaths(path, _store_id(marker, text), filesystem, huge_pages, _warning(path, filesystem))
 
 
-def _store_id(marker: Path, text: str) -> str:
+def _store_id(marker: Path, text: bytes) -> str:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         version, store_id = found["format"], found["store_id"]
     except (ValueError, KeyError, TypeError):
         raise StoreRootError(f"{marker} is damaged; move its directory away or choose another root") from None

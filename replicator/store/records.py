@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicator.errors import CorruptObjectError, InvalidIdError
-from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, validate_job
+from replicator.config import split_address
+from replicator.errors import CorruptObjectError
+from replicator.ids import MAX_ATTEMPT, MAX_EPOCH, ContainerVersion, NodeAddress, NodeIdentity, validate_job
 from replicator.native import crc32c
+from replicator.small_json import parse_json
 from replicator.store.paths import StorePaths, read_small, walk_versions, write_atomic
 
 _MANIFEST_MAGIC = b"RPLMAN\x00\x01"
 _HEAD = struct.Struct("<8sI")
 _MANIFEST = "manifest"
 _PROTECTED = "protected"
+_MAX_REPLICAS = 2**32 - 1  # as on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +119,20 @@ def _read_manifest(path: Path) -> bytes:
 def _read_job(path: Path) -> JobState:
     """Raises CorruptObjectError, OSError."""
     try:
-        stored = json.loads(read_small(path))
+        stored = parse_json(read_small(path))
         found = stored["state"]
         if path.suffix != ".json" or _json_crc(found) != stored["crc32c"]:
             raise ValueError("it does not match its checksum")
         return JobState(
             job=validate_job(path.stem),
-            epoch=int(found["epoch"]),
+            epoch=_number(found["epoch"], MAX_EPOCH),
             members=_nodes_from_json(found["members"]),
-            replicas=int(found["replicas"]),
-            members_epoch=int(found["members_epoch"]),
+            replicas=_number(found["replicas"], _MAX_REPLICAS),
+            members_epoch=_number(found["members_epoch"], MAX_EPOCH),
             remembered=_nodes_from_json(found["remembered"]),
-            attempt=int(found["attempt"]),
+            attempt=_number(found["attempt"], MAX_ATTEMPT),
         )
-    except (ValueError, LookupError, TypeError, InvalidIdError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise CorruptObjectError(f"{path} is damaged: {error}") from None
 
 
@@ -142,9 +145,17 @@ def _nodes_to_json(nodes: tuple[NodeAddress, ...]) -> list[list[str]]:
 
 
 def _nodes_from_json(found: list[list[str]]) -> tuple[NodeAddress, ...]:
-    return tuple(
-        NodeAddress(NodeIdentity(node_id, int(incarnation, 16)), address) for node_id, incarnation, address in found
-    )
+    nodes = []
+    for node_id, incarnation, address in found:
+        split_address(address)
+        nodes.append(NodeAddress(NodeIdentity(node_id, int(incarnation, 16)), address))
+    return tuple(nodes)
+
+
+def _number(found: object, most: int) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
+        raise ValueError(f"expected a number in 0..{most}, found {str(found)[:80]!r}")
+    return found
 
 
 def remove_empty(directory: Path, top: Path) -> None:

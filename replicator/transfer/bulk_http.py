@@ -92,7 +92,9 @@ def next_request(http: h11.Connection) -> h11.Request | None:
             raise RefusedError(400, "a request must not have a body")
     except h11.RemoteProtocolError as error:
         status = error.error_status_hint
-        raise RefusedError(status if status in _REASONS else 400, f"not a valid HTTP/1.1 request: {error}") from None
+        raise RefusedError(
+            status if status in _REASONS else 400, f"not a valid HTTP/1.1 request: {str(error)[:200]}"
+        ) from None
     raise RefusedError(400, f"expected a request, found {event!r}")
 
 
@@ -183,6 +185,14 @@ def range_request(host: str, ticket: str, object_text: str, offset: int, length:
             (OBJECT_HEADER, object_text),
         ],
     )
+
+
+def content_length(response: h11.Response) -> int | None:
+    """Bytes of the body, which follows the head as it is; None when it is chunked, or ends with the connection."""
+    headers = dict(response.headers)
+    if b"transfer-encoding" in headers or b"content-length" not in headers:
+        return None
+    return int(headers[b"content-length"])
 
 
 def content_range(response: h11.Response) -> tuple[int, int] | None:

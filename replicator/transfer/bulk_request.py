@@ -24,6 +24,7 @@ from replicator.transfer.sockets import wait_for
 SLICE_S = 0.25
 _HEAD_READ_BYTES = 4096
 _MAX_REFUSAL_BYTES = 4096
+_MAX_REASON_CHARS = 600
 
 
 class StaleConnectionError(Exception):
@@ -52,7 +53,7 @@ class RangeRequest:
         try:
             request = bulk_http.range_request(self.host, self.ticket, self.object, self.offset, self.length)
         except (h11.LocalProtocolError, UnicodeEncodeError) as error:
-            raise TicketError(f"the ticket is not one: {error}") from None
+            raise TicketError(f"the ticket is not one: {str(error)[:200]}") from None
         head, end = http.send(request), http.send(h11.EndOfMessage())
         return http, (head or b"") + (end or b"")
 
@@ -96,8 +97,13 @@ def perform(
             f"asked for {request.length} bytes from {request.offset} on, but the answer carries "
             f"{f'{found[1]} from {found[0]} on' if found else 'no Content-Range'}"
         )
-    _receive_body(sock, request, target, _first_bytes(http), cancel_fd, report)
-    return not _says_close(response)
+    if bulk_http.content_length(response) != request.length:
+        raise TransferError(f"asked for {request.length} bytes, but the answer's Content-Length is not that")
+    can_be_reused = http.our_state is h11.DONE  # else the answer said that the connection ends with it
+    first = _first_bytes(http)
+    goes_on = bool(http.trailing_data[0])
+    _receive_body(sock, request, target, first, cancel_fd, report)
+    return can_be_reused and not goes_on
 
 
 def _send(sock: socket.socket, data: bytes, timeout_s: float, cancel_fd: int) -> None:
@@ -127,16 +133,21 @@ def _read_head(
     since = time.monotonic()
     data = first
     try:
+        taken = 0
         while True:
             http.receive_data(data)
-            event = http.next_event()
+            taken += len(data)
+            while isinstance(event := http.next_event(), h11.InformationalResponse):
+                pass
             if isinstance(event, h11.Response):
                 return event
-            if event is not h11.NEED_DATA and not isinstance(event, h11.InformationalResponse):
+            if event is not h11.NEED_DATA:
                 raise TransferError(f"expected the head of an answer, found {event!r}")
+            if taken > bulk_http.MAX_HEAD_BYTES:  # only informational answers, without end
+                raise TransferError(f"expected an answer in {bulk_http.MAX_HEAD_BYTES} bytes, found none in {taken}")
             data = _receive_some(sock, request.progress_timeout_s, cancel_fd, since)
     except h11.RemoteProtocolError as error:
-        raise TransferError(f"the answer is not HTTP/1.1: {error}") from None
+        raise TransferError(f"the answer is not HTTP/1.1: {str(error)[:200]}") from None
     except OSError as error:
         raise TransferError(f"the connection broke in the head of the answer: {error.strerror or error}") from None
 
@@ -147,16 +158,10 @@ def _first_bytes(http: h11.Connection) -> bytes:
     return bytes(event.data) if isinstance(event, h11.Data) else b""
 
 
-def _says_close(response: h11.Response) -> bool:
-    return any(name == b"connection" and b"close" in value.lower() for name, value in response.headers)
-
-
 def _receive_body(
     sock: socket.socket, request: RangeRequest, target: memoryview, first: bytes, cancel_fd: int, report: Report
 ) -> None:
     block_size, length = request.block_size, request.length
-    if len(first) > length:
-        raise TransferError(f"expected {length} bytes, but the answer goes on")
     target[: len(first)] = first
     crcs, tail = _crcs_of(first, block_size)
     if len(first) == length and length % block_size:
@@ -211,8 +216,8 @@ def _refusal(
                 break
     except (OSError, TransferError, h11.RemoteProtocolError):
         pass  # the status says enough
-    reason = body[:_MAX_REFUSAL_BYTES].decode("utf-8", "replace").strip()
-    line = f"{response.status_code} {reason or response.reason.decode('latin-1')}"
+    words = " ".join(body.decode("utf-8", "replace").split()) or response.reason.decode("latin-1")
+    line = f"{response.status_code} {words[:_MAX_REASON_CHARS]}"
     if response.status_code in (401, 403):
         return TicketError(line)
     if response.status_code == 404:
