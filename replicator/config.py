@@ -75,7 +75,7 @@ class AgentConfig:
     )
     budget_bytes: int = field(
         default=0,
-        metadata={"help": "bytes the store may take; 0: 90% of what the mount and cgroup leave", "size": True},
+        metadata={"help": "bytes the store may take; 0: 90% of what the mount and the cgroup leave", "size": True},
     )
     prefault_bytes: int = field(
         default=0,
@@ -105,6 +105,14 @@ class AgentConfig:
     serve_limit_bytes_per_s: int = field(
         default=0,
         metadata={"help": "bytes per second of objects served to all peers together; 0: no limit", "size": True},
+    )
+    scrub_bytes_per_s: int = field(
+        default=64 << 20,
+        metadata={"help": "bytes per second of held objects verified in the background; 0: none", "size": True},
+    )
+    scrub_max_pressure: float = field(
+        default=20.0,
+        metadata={"help": "percent of time in which processes wait for a CPU, above which the scrubber pauses"},
     )
     nice: int = field(default=0, metadata={"help": "niceness of the agent, -20..19; 0: as it was started"})
     cpu_affinity: str = field(default="", metadata={"help": "CPUs of the agent, like 0-3,8; empty: all it may use"})
@@ -162,12 +170,17 @@ class AgentConfig:
         _at_least("keep_last", self.keep_last, 1)
         if self.mount_size:
             _at_least("mount_size", self.mount_size, 1 << 20)
-        _at_least("budget_bytes", self.budget_bytes, 0)
+        if self.budget_bytes and self.budget_bytes < 1 << 20:
+            raise ConfigError(f"budget_bytes: expected 0 or at least {1 << 20}, found {self.budget_bytes}")
         if self.prefault_bytes != AUTO_BYTES:
             _at_least("prefault_bytes", self.prefault_bytes, 0)
         _at_least("prefault_segment_bytes", self.prefault_segment_bytes, 1 << 20)
         if not 0 <= self.prefault_max_pressure <= 100:
             raise ConfigError(f"prefault_max_pressure: expected 0..100 percent, found {self.prefault_max_pressure}")
+        if self.scrub_bytes_per_s:
+            _at_least("scrub_bytes_per_s", self.scrub_bytes_per_s, 1 << 20)
+        if not 0 <= self.scrub_max_pressure <= 100:
+            raise ConfigError(f"scrub_max_pressure: expected 0..100 percent, found {self.scrub_max_pressure}")
         _at_least("connections_per_peer", self.connections_per_peer, 1)
         _at_least("idle_exit_s", self.idle_exit_s, 0)
         if not 0.1 <= self.deadline_s <= 86400:

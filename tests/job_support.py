@@ -43,10 +43,20 @@ class Node:
             "REPLICATOR_NODE_ID": self.node_id,
             "REPLICATOR_DEADLINE_S": str(self.deadline_s),
             "REPLICATOR_IDLE_EXIT_S": "60",
+            "REPLICATOR_SCRUB_BYTES_PER_S": "0",
         }
 
     def start(self, *flags: str) -> AgentRecord:
-        settings = ("--node-id", self.node_id, "--deadline-s", str(self.deadline_s), "--idle-exit-s", "60")
+        settings = (
+            "--node-id",
+            self.node_id,
+            "--deadline-s",
+            str(self.deadline_s),
+            "--idle-exit-s",
+            "60",
+            "--scrub-bytes-per-s",
+            "0",
+        )
         return ensure_agent(self.root, flags=(*settings, *flags))
 
     def kill(self) -> None:

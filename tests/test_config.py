@@ -36,6 +36,8 @@ SAMPLES: dict[str, Any] = {
     "deadline_s": 12.5,
     "congestion": "bbr",
     "serve_limit_bytes_per_s": 1 << 28,
+    "scrub_bytes_per_s": 1 << 27,
+    "scrub_max_pressure": 60.0,
     "nice": 5,
     "cpu_affinity": "0-3,8",
     "socket_mode": "0660",
@@ -142,7 +144,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ("replicas = -1", "replicas: expected 0 or more"),
         ("keep_last = 0", "keep_last: expected 1 or more"),
         ("connections_per_peer = 0", "connections_per_peer: expected 1 or more"),
-        ("budget_bytes = -1", "budget_bytes: expected 0 or more"),
+        ("budget_bytes = -1", "budget_bytes: expected 0 or at least 1048576, found -1"),
         ('budget_bytes = "-1G"', "budget_bytes expects a size like 512Mi or 2G"),
         ('budget_bytes = "inf"', "budget_bytes expects a size like 512Mi or 2G"),
         ('lane = "pigeon"', "lane: expected one of auto, bulk, grpc, found 'pigeon'"),
@@ -166,7 +168,7 @@ def test_wrong_values_are_one_clear_line(tmp_path: Path, toml: str, reason: str)
 def test_a_value_that_cannot_be_is_told_with_where_it_came_from(tmp_path: Path) -> None:
     """Of the ways that gave it, the one that won."""
     file = tmp_path / "agent.toml"
-    file.write_text("port = 70000\nbudget_bytes = 1")
+    file.write_text("port = 70000\nbudget_bytes = 2000000")
     with pytest.raises(ConfigError, match=r"^environment variable REPLICATOR_PORT: port: expected 0\.\.65535"):
         load_config(environ={"REPLICATOR_PORT": "70001"}, file=file)
     with pytest.raises(ConfigError, match=r"^command line: port: expected"):

@@ -63,6 +63,11 @@ def status(reply: admin_pb2.StatusReply) -> View:
         "jobs": [job(item) for item in reply.jobs],
         "counters": dict(sorted(reply.counters.items())),
         "peers": [{"node": node(peer.node), **health(peer)} for peer in reply.peers],
+        "scrub": {
+            "bytes_per_second": reply.scrub_bytes_per_s,
+            "began_unix_seconds": reply.scrub_began_unix_ms / 1000 or None,
+            "finished_unix_seconds": reply.scrub_finished_unix_ms / 1000 or None,
+        },
     }
 
 
@@ -168,6 +173,23 @@ def plan(reply: types_pb2.Plan) -> View:
         "unanswered": unanswered(reply.unanswered),
         "world_size": reply.world_size,
     }
+
+
+def verified(events: Iterable[admin_pb2.VerifyEvent]) -> list[View]:
+    """What all events of a check say, by node, sorted."""
+    found: dict[str, View] = {}
+    for event in events:
+        view = found.setdefault(event.node.identity.node_id or event.node.grpc_address, {"bad": []})
+        view.update(
+            node=node(event.node),
+            objects=event.objects,
+            size_bytes=event.size_bytes,
+            reason=event.reason,
+        )
+        for bad in event.bad:
+            of = {**container(bad.object.container), "object": bad.object.name, "reason": bad.reason}
+            view["bad"].append(of)
+    return [found[key] for key in sorted(found)]
 
 
 def sources(items: Iterable[types_pb2.ObjectSource]) -> list[View]:

@@ -1,4 +1,4 @@
-"""AdminService: what an operator asks any agent about all of them. Changes nothing."""
+"""AdminService: what an operator asks any agent about all of them. `Verify` alone changes anything: see there."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
 from replicator.agent.status import health_to_pb, status_of
+from replicator.agent.verify_service import check_request, verify_everywhere, verify_here
 from replicator.decide.assess import Assessment, Evidence
 from replicator.decide.types import HeldObject, NodeInventory, recency
 from replicator.errors import ReplicatorError
@@ -140,6 +141,18 @@ class AdminServicer:
             async for piece in pieces:
                 await context.write(piece)
 
+    @handler
+    async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> None:
+        """Read and check all copies of this node, or of all."""
+        check_request(request)
+        limit = deadline_s(request.deadline_ms, self._core.config.deadline_s)
+        found: Any = (
+            verify_everywhere(self._core, request, limit) if request.everywhere else verify_here(self._core, request)
+        )
+        async with contextlib.aclosing(found):
+            async for event in found:
+                await context.write(event)
+
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service to a server. ReadObject sends its messages as they are, without protobuf around them."""
         unary: dict[str, tuple[Any, Any]] = {
@@ -159,6 +172,11 @@ class AdminServicer:
         }
         handlers["ReadObject"] = grpc.unary_stream_rpc_method_handler(
             self.ReadObject, request_deserializer=admin_pb2.ReadObjectRequest.FromString, response_serializer=None
+        )
+        handlers["Verify"] = grpc.unary_stream_rpc_method_handler(
+            self.Verify,
+            request_deserializer=admin_pb2.VerifyRequest.FromString,
+            response_serializer=admin_pb2.VerifyEvent.SerializeToString,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 

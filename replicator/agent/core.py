@@ -30,8 +30,10 @@ from replicator.agent.peer_service import PeerService
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.prefault import Prefaulter
 from replicator.agent.puller import Puller
+from replicator.agent.repair import Repairer
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
+from replicator.agent.scrub import Scrubber
 from replicator.agent.sources import Opener
 from replicator.agent.transport import BulkEndpoint, SocketTransport, Transport
 from replicator.config import AgentConfig
@@ -81,11 +83,14 @@ class AgentCore:
     manifests: Manifests
     retention: Retention
     prefaulter: Prefaulter
+    landing: Landing
     puller: Puller
     replicator: Replicator
     abandonment: Abandonment
     committer: Committer
     lookup: Lookup
+    repairer: Repairer
+    scrubber: Scrubber
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _closed: bool = False
 
@@ -103,6 +108,8 @@ class AgentCore:
         self._spawn(self._take_up(), "taking up unfinished work")
         self._spawn(self.prefaulter.run(), "touching memory ahead of need")
         self._spawn(self.health.run(), "the watch over the peers")
+        self._spawn(self.repairer.run(), "bringing again what was damaged")
+        self._spawn(self.scrubber.run(), "verifying what is held")
         if self.peers.discovery.names:
             seconds = self.config.deadline_s
             self._spawn(self.peers.discovery.run(seconds, self.config.rpc_deadline_s), "looking up configured peers")
@@ -125,6 +132,9 @@ class AgentCore:
             await asyncio.to_thread(self.bulk.stop)
 
     async def _take_up(self) -> None:
+        if excess := self.store.excess():
+            freed = await asyncio.to_thread(self.retention.on_pressure, excess)
+            log.warning("more is held than the budget allows", extra={"excess_bytes": excess, "freed_bytes": freed})
         paths = self.store.paths
         for client_id in paths.client_ids():
             if client_id.startswith("agent-") and not is_client_alive(paths, client_id):
@@ -191,6 +201,9 @@ def build_core(
     abandonment = Abandonment(config, address, store, jobs, peers, replicator, retention, counters)
     committer = Committer(config, address, store, jobs, peers, manifests, replicator, retention, abandonment, counters)
     lookup = Lookup(config, address, store, jobs, peers, manifests, retention, abandonment, counters)
+    repairer = Repairer(config, store, retention, lookup, puller, counters)
+    landing.on_quarantined = repairer.note
+    scrubber = Scrubber(config, store, landing, counters, lambda: bool(puller.running or replicator.on_their_way))
     return AgentCore(
         config=config,
         identity=address.identity,
@@ -207,11 +220,14 @@ def build_core(
         manifests=manifests,
         retention=retention,
         prefaulter=prefaulter,
+        landing=landing,
         puller=puller,
         replicator=replicator,
         abandonment=abandonment,
         committer=committer,
         lookup=lookup,
+        repairer=repairer,
+        scrubber=scrubber,
     )
 
 

@@ -55,6 +55,8 @@ class Landing:
         self._mappings = MappingCache(store.paths)
         self._lock: ClientLock | None = None
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
+        # Called with an object of which the copy here was found to be bad, once it is in quarantine.
+        self.on_quarantined: Callable[[ObjectInfo], None] = lambda info: None
 
     # -- pulling
 
@@ -232,7 +234,10 @@ class Landing:
 
     async def _quarantine(self, one: ObjectVersion, reason: str) -> None:
         self._note_quarantine(one, reason)
+        info = self._store.get(one)
         await asyncio.to_thread(self._store.quarantine, one, reason)
+        if info is not None:
+            self.on_quarantined(info)
 
     def _note_quarantine(self, one: ObjectVersion, reason: str) -> None:
         self._counters.add("objects_quarantined")

@@ -118,10 +118,13 @@ class Lookup:
         return plan
 
     async def inventories(
-        self, job: str, deadline_s: float
+        self, job: str, deadline_s: float, step: int | None = None
     ) -> tuple[list[NodeInventory], dict[ContainerVersion, Manifest], list[Unanswered]]:
-        """What every node holds of the job (of all jobs, when empty), this node included, and all manifests."""
-        round_ = _Round(self, job, 0, None, deadline_s)
+        """What every node holds of the job (of all jobs, when empty), of one step when given, and all manifests.
+
+        This node is included.
+        """
+        round_ = _Round(self, job, 0, step, deadline_s)
         inventories, manifests, _ = await round_.ask_all()
         return inventories, manifests, round_.unanswered()
 

@@ -247,7 +247,12 @@ class Puller:
         await events.put(event)
 
     async def _fetch(
-        self, one: ObjectVersion, source: ObjectSource, deadline_s: float, active: dict[str, Taking]
+        self,
+        one: ObjectVersion,
+        source: ObjectSource,
+        deadline_s: float,
+        active: dict[str, Taking],
+        require_wanted: Callable[[], None] = lambda: None,
     ) -> Taken:
         taking = self._takings.join(one, source.size, source.crc32c)
         if taking is not None:
@@ -258,19 +263,47 @@ class Puller:
                 # It was somebody else's pull, perhaps from a source that is not the best one.
                 log.info("a pull that was joined failed, another one is begun", extra=fields(one, reason=error))
         taking = self._takings.join(one, source.size, source.crc32c) or self._takings.start(
-            one, source.size, source.crc32c, lambda taking: self._pull_wanted(taking, source, deadline_s)
+            one,
+            source.size,
+            source.crc32c,
+            lambda taking: self._pull_wanted(taking, source, deadline_s, require_wanted),
         )
         active[source.name] = taking
         return await self._takings.wait(taking)
 
-    async def _pull_wanted(self, taking: Taking, source: ObjectSource, deadline_s: float) -> Taken:
+    async def _pull_wanted(
+        self,
+        taking: Taking,
+        source: ObjectSource,
+        deadline_s: float,
+        require_wanted: Callable[[], None] = lambda: None,
+    ) -> Taken:
         async with self._wanted_slots:
             taking.waiting = False
             one = taking.object
             sources = self._opener.sources(one, source.node_ids)
             info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
             info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
-            return await self._land(taking, info, sources, deadline_s, lambda: self._landing.give_way(info))
+
+            def before_seal() -> None:
+                require_wanted()
+                self._landing.give_way(info)
+
+            return await self._land(taking, info, sources, deadline_s, before_seal)
+
+    async def bring_again(self, source: ObjectSource, one: ObjectVersion, deadline_s: float) -> Taken:
+        """Pull an object of which the copy here was bad. Not when its container was dropped meanwhile.
+
+        Raises:
+            ReplicationError: this node does not want it any more.
+            StoreFullError, TransferError, CorruptObjectError: with each source's reason.
+        """
+
+        def require_wanted() -> None:
+            if self._retention.was_dropped(one.version):
+                raise ReplicationError(f"{one} is not wanted here any more: its container was dropped")
+
+        return await self._fetch(one, source, deadline_s, {}, require_wanted)
 
     async def retrieve_ranges(
         self,

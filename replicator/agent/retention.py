@@ -91,6 +91,10 @@ class Retention:
             "checkpoints that are kept here"
         )
 
+    def was_dropped(self, version: ContainerVersion) -> bool:
+        """Whether this node has dropped the container since it started, and so wants nothing of it."""
+        return version in self._dropped
+
     def drop_abandoned(self, version: ContainerVersion, reason: str) -> int:
         """Drop what is here of a container that will never be committed; the bytes that were freed. In any thread."""
         return self._drop(Drop(version, reason))

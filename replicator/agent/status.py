@@ -48,6 +48,9 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float, *, brief
         jobs=[_job_status(core, job) for job in core.jobs.names()],
         counters=core.counters.snapshot(),
         peers=() if brief else [health_to_pb(one) for _, one in sorted(core.health.view().items())],
+        scrub_began_unix_ms=core.scrubber.progress.began_unix_ms,
+        scrub_finished_unix_ms=core.scrubber.progress.finished_unix_ms,
+        scrub_bytes_per_s=core.config.scrub_bytes_per_s,
     )
 
 

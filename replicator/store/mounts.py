@@ -6,11 +6,17 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from replicator.errors import StoreFullError
+from replicator.errors import ConfigError, StoreFullError
 
 BUDGET_FRACTION = 0.9
+OWN_BYTES = 128 << 20
+"""What an agent needs for itself: it is charged to the same cgroup as what it stores."""
+MIN_BYTES = 1 << 20
+SMALL_BYTES = 256 << 20
+"""A store that gets less, unasked, is most likely in a container with the default size of /dev/shm (F22)."""
 # cgroup v1 says "unlimited" with a number near 2^63.
 _UNLIMITED = 1 << 60
 
@@ -32,6 +38,21 @@ def filesystem_of(path: Path) -> tuple[str, str]:
     except (OSError, IndexError):
         pass
     return "unknown", ""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Of a file system, in bytes. `available`: free, and what the store has there already."""
+
+    total: int
+    available: int
+
+
+def space_of(path: Path, used: int) -> Space:
+    """The space of the file system of `path`, of which the store uses `used` bytes."""
+    found = os.statvfs(path)
+    total = found.f_blocks * found.f_frsize
+    return Space(total, min(found.f_bavail * found.f_frsize + used, total))
 
 
 def free_bytes(path: Path) -> int:
@@ -93,20 +114,45 @@ def _read_limit(path: Path) -> int | None:
     return limit if limit < _UNLIMITED else None
 
 
-def settle_budget(asked: int, available: int, limit: int | None) -> tuple[int, str]:
+def settle_budget(asked: int, space: Space, limit: int | None, root: Path) -> tuple[int, str]:
     """(budget in bytes, warning or empty) of a store.
 
     Args:
         asked: the configured budget; 0: 90% of what there is.
-        available: bytes free in the file system, those that the store uses already included.
+        space: of the file system.
         limit: of the cgroup, None when there is none. Beyond it, allocating is answered with SIGKILL.
+        root: of the store, for messages.
+
+    Raises:
+        ConfigError: more was asked for than the whole file system has, or the cgroup leaves nothing beside the agent.
     """
-    most = int(BUDGET_FRACTION * (available if limit is None else min(available, limit)))
-    if not asked:
-        return most, ""
-    if limit is not None and asked > limit:
-        return most, (
-            f"budget_bytes is {asked}, but this process may use {limit} bytes of memory (the limit of its cgroup) and "
-            f"would be killed beyond them; the budget is {most} bytes instead. Raise the container's memory limit"
+    if asked > space.total:
+        raise ConfigError(
+            f"budget_bytes is {asked}, and the whole file system of {root} has {space.total} bytes; make it larger "
+            "(mount -o remount,size=..., docker run --shm-size, or sizeLimit of a Kubernetes emptyDir), or ask for less"
         )
-    return asked, ""
+    most, why = int(BUDGET_FRACTION * space.available), ""
+    if limit is not None:
+        allowed = min(int(BUDGET_FRACTION * limit), limit - OWN_BYTES)
+        if allowed < MIN_BYTES:
+            raise ConfigError(
+                f"this process may use {limit} bytes of memory (the limit of its cgroup), of which the agent itself "
+                f"needs {OWN_BYTES}: nothing is left for checkpoints. Raise the container's memory limit"
+            )
+        if allowed < most:
+            most = allowed
+            why = (
+                f"this process may use {limit} bytes of memory (the limit of its cgroup), what it stores included, and "
+                "would be killed beyond them. Raise the container's memory limit"
+            )
+    if not why:
+        why = (
+            f"the file system of {root} has {space.total} bytes, of which others take {space.total - space.available}. "
+            "Make it larger (in a container /dev/shm has 64 MB, unless docker run --shm-size or a Kubernetes emptyDir "
+            "of medium Memory says otherwise), or remove other files"
+        )
+    if asked > most:
+        return most, f"budget_bytes is {asked}; the budget is {most} bytes instead: {why}"
+    if not asked and most < SMALL_BYTES:
+        return most, f"the store has room for {most} bytes only: {why}"
+    return asked or most, ""

@@ -87,6 +87,11 @@ class StorePaths:
     def agent_lock(self) -> Path:
         return self.root / "agent.lock"
 
+    @property
+    def scrub(self) -> Path:
+        """Where the scrubber is."""
+        return self.root / "scrub.json"
+
     def segment(self, name: str) -> Path:
         return self.segments / SegmentName.parse(name).text
 
@@ -239,12 +244,18 @@ def _store_id(marker: Path, text: bytes) -> str:
 
 
 def _warning(path: Path, filesystem: str) -> str:
-    if filesystem in ("tmpfs", "ramfs", "hugetlbfs"):
-        return ""
-    return (
-        f"{path} is on {filesystem}, not on a tmpfs: checkpoints are written to a disk, slowly; "
-        "choose a root under /dev/shm, or mount a tmpfs for it"
-    )
+    warnings = []
+    if filesystem not in ("tmpfs", "ramfs", "hugetlbfs"):
+        warnings.append(
+            f"{path} is on {filesystem}, not on a tmpfs: checkpoints are written to a disk, slowly; "
+            "choose a root under /dev/shm, or mount a tmpfs for it"
+        )
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        warnings.append(
+            f"{path} has the mode {mode:04o}: other users may remove or replace what is in it; chmod 700 {path}"
+        )
+    return ". ".join(warnings)
 
 
 def read_small(path: Path) -> bytes:

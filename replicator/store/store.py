@@ -28,7 +28,7 @@ from replicator.native import crc32c
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
 from replicator.store.ingest import Batch, Item
-from replicator.store.mounts import cgroup_limit, free_bytes, room_for, settle_budget
+from replicator.store.mounts import cgroup_limit, free_bytes, room_for, settle_budget, space_of
 from replicator.store.paths import StorePaths, check_client_id
 from replicator.store.pool import Doomed, Recycled, Reservation, SegmentPool, Surplus
 from replicator.store.publish import publish
@@ -125,18 +125,30 @@ class Store:
                 self._agent_lock = -1
 
     def rebuild(self) -> RebuildReport:
-        """Read the index from the files, and settle the budget. Call it once, before anything else."""
+        """Read the index from the files, and settle the budget. Call it once, before anything else.
+
+        Raises:
+            ConfigError: a budget that the file system or the cgroup can never give.
+        """
         with self._changing():
             self._index = Index()
             self._pool = self._new_pool()
             self._jobs = {}
             report = rebuild(self.paths, self._index, self._pool, self._records, self._jobs)
             self._quarantine.look()
-            available = free_bytes(self.paths.root) + self._used()
-            self._budget, warning = settle_budget(self._asked_budget, available, cgroup_limit())
+            space = space_of(self.paths.root, self._used())
+            self._budget, warning = settle_budget(self._asked_budget, space, cgroup_limit(), self.paths.root)
             if warning:
                 logger.warning("%s", warning)
+            # Before anything new is allocated: what an earlier agent left is charged to this one, too.
+            excess = self._used() - self._budget
+            self._quarantine.trim(excess - self._pool.trim(excess))
             return report
+
+    def excess(self) -> int:
+        """Bytes that are taken beyond the budget, by what an agent with a larger one has left."""
+        with self._lock:
+            return max(self._used() + self._in_flight - self._budget, 0)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

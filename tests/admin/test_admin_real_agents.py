@@ -329,6 +329,39 @@ def test_pull_without_any_good_copy_leaves_nothing(nodes: dict[str, Node], tmp_p
         assert list(tmp_path.iterdir()) == []
 
 
+def test_verify_reads_every_copy_of_every_node(healthy: dict[str, Node]) -> None:
+    status, found = admin_json("verify", "--root", healthy["n3"].root)
+    assert status == 0, found
+    assert found["sound"]
+    held = {report["node"]["node_id"]: (report["objects"], report["size_bytes"]) for report in found["nodes"]}
+    # Step 20 lacks the one object everywhere.
+    assert {name: objects for name, (objects, _) in held.items()} == {"n1": 12, "n2": 11, "n3": 7}
+    assert held["n1"][1] == 4 * (len(BIG) + len(OBJECTS[".metadata"]))
+    status, found = admin_json("verify", f"{JOB}/step-0", "--here", "--root", healthy["n1"].root)
+    assert status == 0
+    assert [(report["node"]["node_id"], report["objects"]) for report in found["nodes"]] == [("n1", 3)]
+    for what in ("other-job", f"{JOB}/step-9"):
+        assert admin("verify", what, "--root", healthy["n3"].root).returncode == 3
+    assert "n2" in admin("verify", "--root", healthy["n3"].root).stdout
+
+
+def test_verify_names_what_is_bad_and_has_it_replaced(nodes: dict[str, Node]) -> None:
+    """F01: the bad copy of n3 is set aside, and comes again from n2."""
+    flip_a_bit(nodes["n3"], 0, "__1_0.distcp")
+    done = admin("verify", JOB, "--root", nodes["n3"].root)
+    assert done.returncode == 6, done
+    assert "Bad on n3: train-1/step-0_ckpt@1.1/__1_0.distcp: blocks [1] of 2" in done.stdout
+
+    def is_replaced() -> bool:
+        return bool(admin_json("status", "--root", nodes["n3"].root)[1]["counters"].get("objects_repaired"))
+
+    end = time.monotonic() + 20
+    while not is_replaced():
+        assert time.monotonic() < end
+    status, found = admin_json("verify", "--root", nodes["n3"].root)
+    assert (status, found["sound"]) == (0, True)
+
+
 def test_mute_node_costs_its_deadline_and_is_named(nodes: dict[str, Node], tmp_path: Path) -> None:
     """F15: n1 is stopped, so that it accepts and never answers."""
     nodes["n1"].process.send_signal(signal.SIGSTOP)
@@ -336,6 +369,10 @@ def test_mute_node_costs_its_deadline_and_is_named(nodes: dict[str, Node], tmp_p
         status, found = admin_json("ls", "--deadline", "4", "--root", nodes["n3"].root)
         assert status == 0, found
         assert [who["grpc_address"] for who in found["unanswered"]] == [nodes["n1"].grpc_address]
+        status, found = admin_json("verify", "--deadline", "4", "--root", nodes["n3"].root)
+        assert status == 4, found
+        (silent,) = [report for report in found["nodes"] if report["reason"]]
+        assert silent["node"]["grpc_address"] == nodes["n1"].grpc_address
         status, found = admin_json("pull", f"{JOB}/step-10", tmp_path / "out", "--root", nodes["n3"].root)
         assert status == 0, found
         assert tree(tmp_path / "out") == OBJECTS

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,21 @@ DEADLINE_S = 20.0
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without settings of whoever runs the tests."""
+    """Without settings of whoever runs the tests. Nothing is scrubbed, so that a test decides who finds a bad copy."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("REPLICATOR_", "GRPC_"))}
-    return {**clean, **more}
+    return {**clean, "REPLICATOR_SCRUB_BYTES_PER_S": "0", **more}
 
 
 class AgentProcess:
-    """`python -m replicator.agent`, with its log lines read as they come."""
+    """`python -m replicator.agent`, with its log lines read as they come.
 
-    def __init__(self, root: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    Args:
+        before: called in the new process before it becomes an agent.
+    """
+
+    def __init__(
+        self, root: Path, *flags: str, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+    ) -> None:
         self.root = root
         self.process = subprocess.Popen(
             [sys.executable, "-m", "replicator.agent", "--root", str(root), "--log-format", "json", *flags],
@@ -38,6 +44,7 @@ class AgentProcess:
             stderr=subprocess.PIPE,
             text=True,
             env=env or environment(),
+            preexec_fn=before,
         )
         self.lines: list[dict[str, Any]] = []
         self.output: list[str] = []

@@ -416,17 +416,20 @@ def test_only_the_blocks_that_cover_the_ranges_are_brought(three: Cluster, index
 
 
 def test_a_corrupt_local_block_comes_from_another_holder(three: Cluster) -> None:
-    """F01."""
+    """F01: and the whole object comes again, in place of the bad copy."""
     manifest = _protect(three, 1, os.urandom(MIB) * 9)
     one = manifest.version.object("shard-0")
     content = three.nodes[0].bytes_of(one)
     _flip(three.nodes[0], manifest.version, "shard-0", 5 * MIB)
+    quarantined = three.nodes[0].status().quarantined_objects
     source = sources_of(three.ranks[0].lookup())[0]
     reply = _ranges(three.ranks[0], manifest.version, source, [(5 * MIB, 10)])
     assert reply.source_node_id == "n1"
     mapped = three.ranks[0].mappings.get(reply.segment, reply.inode, reply.capacity_bytes)
     assert mapped.view[: 4 * MIB] == content[4 * MIB : 8 * MIB]
-    assert three.nodes[0].held(one) is None
+    assert three.nodes[0].status().quarantined_objects == quarantined + 1
+    wait_until(lambda: three.nodes[0].held(one) is not None, "a good copy is here again")
+    assert three.nodes[0].bytes_of(one) == content
 
 
 @pytest.mark.parametrize("ranges", [[(0, 11)], [(10, 1)], [(2**62, 2**62)], [], [(3, 0)]])

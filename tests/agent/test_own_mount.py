@@ -102,7 +102,7 @@ def test_only_large_segments_take_whole_huge_pages(mountable: Path) -> None:
     assert round_up(paths, 1) == 4096
     assert round_up(paths, 15 * MIB + 1) == 15 * MIB + 4096
     assert round_up(paths, 16 * MIB + 1) == 18 * MIB
-    store = Store(paths, 64 * MIB)
+    store = Store(paths, 50 * MIB)
     store.rebuild()
     assert store.reserve("ab", 17 * MIB).capacity == 18 * MIB
     store.close()

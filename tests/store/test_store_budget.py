@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from store_support import MIB, Trainer, check_accounts, version
 
-from replicator.errors import StoreFullError
+from replicator.errors import ConfigError, StoreFullError
 from replicator.native import crc32c
 from replicator.store import JobState, Store
-from replicator.store.mounts import cgroup_limit, settle_budget
+from replicator.store.mounts import OWN_BYTES, Space, cgroup_limit, settle_budget
 from replicator.store.paths import StorePaths, open_root
 
 
@@ -55,7 +55,7 @@ def small(shm_root: Path) -> Iterator[StorePaths]:
 
 def test_a_full_file_system_is_an_error_at_reservation(small: StorePaths) -> None:
     """F22: never a SIGBUS in the middle of a copy; also when somebody else filled it."""
-    opened = Store(small, 64 * MIB)
+    opened = Store(small, 14 * MIB)
     opened.rebuild()
     trainer = Trainer(small)
     trainer.save(opened, version(1).object("a"), b"1" * (4 * MIB))
@@ -72,7 +72,7 @@ def test_a_full_file_system_is_an_error_at_reservation(small: StorePaths) -> Non
 
 def test_a_file_system_without_room_for_another_name_is_full(small: StorePaths) -> None:
     """Every object, directory and manifest takes an inode; what is there stays as it was."""
-    opened = Store(small, 64 * MIB)
+    opened = Store(small, 14 * MIB)
     opened.rebuild()
     trainer = Trainer(small)
 
@@ -92,7 +92,7 @@ def test_a_file_system_without_room_for_another_name_is_full(small: StorePaths) 
     trainer.close()
     opened.client_gone(trainer.client_id)
     opened.close()
-    again = Store(small, 64 * MIB)
+    again = Store(small, 14 * MIB)
     again.rebuild()
     assert again.versions() == opened.versions()
     again.close()
@@ -160,11 +160,85 @@ def test_the_lowest_limit_of_either_kind_of_cgroup(
     assert cgroup_limit(tmp_path / "cgroup", tmp_path / "fs") == limit
 
 
+GIB = 1 << 30
+HERE = Path("/dev/shm/x")
+SPACE = Space(total=64 * GIB, available=40 * GIB)
+
+
 def test_a_budget_stays_below_what_the_cgroup_allows() -> None:
-    """F23: beyond it even a reservation is answered with SIGKILL."""
-    assert settle_budget(0, 1000, None) == (900, "")
-    assert settle_budget(0, 1000, 100) == (90, "")
-    assert settle_budget(95, 1000, 100) == (95, "")
-    budget, warning = settle_budget(500, 1000, 100)
-    assert budget == 90
-    assert "500" in warning
+    """F23: beyond it even a reservation is answered with SIGKILL, and the agent's own memory counts, too."""
+    assert settle_budget(0, SPACE, 10 * GIB, HERE) == (9 * GIB, "")
+    assert settle_budget(8 * GIB, SPACE, 10 * GIB, HERE) == (8 * GIB, "")
+    budget, warning = settle_budget(16 * GIB, SPACE, 10 * GIB, HERE)
+    assert budget == 9 * GIB
+    assert warning.startswith(
+        f"budget_bytes is {16 * GIB}; the budget is {9 * GIB} bytes instead: this process may use"
+    )
+    budget, warning = settle_budget(0, SPACE, 300 * MIB, HERE)
+    assert budget == 300 * MIB - OWN_BYTES
+    assert "Raise the container's memory limit" in warning
+    for asked in (0, GIB):
+        with pytest.raises(ConfigError, match="nothing is left for checkpoints"):
+            settle_budget(asked, SPACE, OWN_BYTES + 1000, HERE)
+
+
+def test_a_budget_stays_below_what_the_file_system_has() -> None:
+    """F22: 64 MB of /dev/shm in a container is said at the start, and so is a budget that can never be."""
+    assert settle_budget(0, SPACE, None, HERE) == (36 * GIB, "")
+    assert settle_budget(36 * GIB, SPACE, None, HERE) == (36 * GIB, "")
+    budget, warning = settle_budget(50 * GIB, SPACE, None, HERE)
+    assert budget == 36 * GIB
+    assert f"has {64 * GIB} bytes, of which others take {24 * GIB}" in warning
+    with pytest.raises(ConfigError, match=f"budget_bytes is {1 << 60}, and the whole file system of /dev/shm/x has"):
+        settle_budget(1 << 60, SPACE, None, HERE)
+    budget, warning = settle_budget(0, Space(64 * MIB, 64 * MIB), None, HERE)
+    assert budget == int(57.6 * MIB)
+    assert "docker run --shm-size" in warning
+
+
+def test_a_budget_that_the_mount_cannot_give(small: StorePaths, caplog: pytest.LogCaptureFixture) -> None:
+    """F22, on a real mount: refused when it never could, lowered when others are in the way; what is there stays."""
+    opened = Store(small, 64 * MIB)
+    with pytest.raises(ConfigError, match=r"the whole file system of .*/small/store has 16777216 bytes"):
+        opened.rebuild()
+    opened.close()
+    (small.root.parent / "foreign").write_bytes(bytes(8 * MIB))
+    opened = Store(small, 15 * MIB)
+    opened.rebuild()
+    assert 7 * MIB < opened.usage().budget_bytes < 7.3 * MIB
+    assert "the budget is" in caplog.text
+    opened.close()
+
+
+def test_what_an_earlier_agent_left_is_given_up_before_anything_is_allocated(store: Store, trainer: Trainer) -> None:
+    """F23: its pages are still charged, and the next agent has a smaller budget."""
+    for name in ("a", "b"):
+        trainer.save(store, version(1).object(name), b"1" * (12 * MIB))
+    trainer.save(store, version(2).object("a"), b"2" * (10 * MIB))
+    store.drop(version(1))
+    store.close()
+    again = Store(store.paths, 15 * MIB)
+    again.rebuild()
+    assert again.usage().used_bytes <= 15 * MIB
+    assert again.excess() == 0
+    assert again.get(version(2).object("a")) is not None
+    check_accounts(again)
+    again.close()
+    smaller = Store(store.paths, 4 * MIB)
+    smaller.rebuild()
+    assert smaller.usage().free_bytes == 0
+    assert 6 * MIB <= smaller.excess() < 7 * MIB, "objects are for retention to judge"
+    smaller.close()
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o700, False), (0o750, False), (0o777, True), (0o1777, True)])
+def test_a_root_that_others_may_write_is_told(shm_root: Path, mode: int, is_told: bool) -> None:
+    """F39's kind."""
+    root = shm_root / "root"
+    root.mkdir()
+    root.chmod(mode)
+    assert open_root(root, create=True).warning == (
+        f"{root} has the mode {mode:04o}: other users may remove or replace what is in it; chmod 700 {root}"
+        if is_told
+        else ""
+    )

@@ -151,7 +151,7 @@ def test_a_full_file_system_refuses_some_and_leaves_nothing_half_written(shm_roo
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], check=True)
     try:
-        opened = Store(open_root(mount / "store", create=True), BUDGET)
+        opened = Store(open_root(mount / "store", create=True), 7 * MIB)
         opened.rebuild()
         (mount / "foreign").write_bytes(bytes(6 * MIB))
         items = _items(version(1), [100_000] * 40)

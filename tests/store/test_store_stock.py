@@ -119,7 +119,7 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(shm_root: Path) -> No
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", mount], check=True)
     try:
-        store = Store(open_root(mount / "store", create=True), 64 * MIB)
+        store = Store(open_root(mount / "store", create=True), 14 * MIB)
         store.rebuild()
         agent = Agent(store)
         assert not agent.stock(20 * MIB)

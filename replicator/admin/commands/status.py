@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 from replicator.admin.connection import AdminClient
 from replicator.admin.printers import Page, Printer, duration, health_line, names, size
@@ -39,6 +40,7 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
             ("sealed", f"{view['sealed_objects']} objects in {size(view['sealed_bytes'])}"),
             ("being written", size(view["reserved_bytes"])),
             ("kept to recycle", size(view["free_segment_bytes"])),
+            ("verified", _verified(view["scrub"])),
             ("trainers", f"{view['clients']} attached"),
         ]
     )
@@ -71,6 +73,15 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
         )
     if with_counters:
         page.table(("COUNTER", "VALUE>"), [(name, str(value)) for name, value in view["counters"].items()])
+
+
+def _verified(scrub: View) -> str:
+    if not scrub["bytes_per_second"]:
+        return "not in the background: scrub_bytes_per_s is 0"
+    finished = scrub["finished_unix_seconds"]
+    if finished is None:
+        return "not all yet" if scrub["began_unix_seconds"] else "nothing yet"
+    return f"all, {duration(max(time.time() - finished, 0.0))} ago"
 
 
 def _huge(view: View) -> str:
