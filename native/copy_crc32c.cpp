@@ -4,7 +4,10 @@
 #include "copy_crc32c.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <system_error>
+#include <thread>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -14,12 +17,12 @@ namespace replicator {
 namespace {
 
 constexpr std::size_t kBlock = 32 << 10;
+// Below this the target is likely to be read again soon, from the cache that ordinary stores leave it in.
+constexpr std::size_t kStreamFrom = 1 << 20;
 
 #if defined(__SSE2__)
 
 constexpr std::size_t kLine = 64;
-// Below this the target is likely to be read again soon, from the cache that ordinary stores leave it in.
-constexpr std::size_t kStreamFrom = 1 << 20;
 
 // `target` is aligned to kLine and `size` a multiple of it.
 void stream(std::uint8_t* target, const std::uint8_t* source, std::size_t size) {
@@ -39,38 +42,126 @@ void stream(std::uint8_t* target, const std::uint8_t* source, std::size_t size) 
 
 #endif
 
-std::uint32_t copy_plain(std::uint8_t* target, Bytes source, std::uint32_t value) {
+std::uint32_t copy_plain(const Crc32cKernel& kernel, std::uint8_t* target, Bytes source, std::uint32_t state) {
   while (!source.empty()) {
     const Bytes block = source.first(std::min(kBlock, source.size()));
-    value = crc32c(value, block);
+    state = kernel.run(state, block.data(), block.size());
     std::memcpy(target, block.data(), block.size());
     target += block.size();
     source = source.subspan(block.size());
   }
-  return value;
+  return state;
+}
+
+#if defined(__SSE2__)
+
+// Past the caches. `target` and the size of `source` are multiples of kCopyAlignment.
+std::uint32_t copy_streaming(const Crc32cKernel& kernel, std::uint8_t* target, Bytes source, std::uint32_t state) {
+  if (kernel.copy != nullptr) return kernel.copy(state, target, source.data(), source.size());
+  while (!source.empty()) {
+    const Bytes block = source.first(std::min(kBlock, source.size()));
+    state = kernel.run(state, block.data(), block.size());
+    stream(target, block.data(), block.size());
+    target += block.size();
+    source = source.subspan(block.size());
+  }
+  return state;
+}
+
+#endif
+
+// A part of a copy: within one block, checksummed by itself.
+struct Piece {
+  std::size_t offset;
+  std::size_t size;
+  std::uint32_t crc = 0;
+};
+
+// Small enough to keep all threads busy to the end, large enough to be streamed.
+constexpr std::size_t kPiece = kStreamFrom;
+// What a further thread is started for.
+constexpr std::size_t kPerThread = 2 << 20;
+
+std::vector<Piece> pieces_of(std::size_t size, std::size_t block_size, std::size_t prefix_size) {
+  std::vector<Piece> pieces;
+  std::size_t in_block = prefix_size;
+  for (std::size_t offset = 0; offset < size;) {
+    const std::size_t length = std::min({kPiece, block_size - in_block, size - offset});
+    pieces.push_back({offset, length});
+    offset += length;
+    in_block = (in_block + length) % block_size;
+  }
+  return pieces;
+}
+
+// Runs `work` in this thread and in at most `more` others; fewer where the system gives no more threads.
+template <typename Work>
+void run_in_threads(unsigned more, const Work& work) {
+  std::vector<std::thread> others;
+  others.reserve(more);
+  try {
+    for (unsigned i = 0; i < more; ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {
+    // Those that did start, and this one, do it all.
+  }
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 }  // namespace
 
-std::uint32_t copy_crc32c(std::uint8_t* target, Bytes source, std::uint32_t value) {
+std::uint32_t copy_crc32c_by(const Crc32cKernel& kernel, std::uint8_t* target, Bytes source, std::uint32_t value) {
+  std::uint32_t state = ~value;
 #if defined(__SSE2__)
   if (source.size() >= kStreamFrom) {
-    const std::size_t head = -reinterpret_cast<std::uintptr_t>(target) % kLine;
-    value = copy_plain(target, source.first(head), value);
+    const std::size_t head = -reinterpret_cast<std::uintptr_t>(target) % kCopyAlignment;
+    state = copy_plain(kernel, target, source.first(head), state);
     target += head;
     source = source.subspan(head);
-    while (source.size() >= kLine) {
-      const Bytes block = source.first(std::min(kBlock, source.size() / kLine * kLine));
-      value = crc32c(value, block);
-      stream(target, block.data(), block.size());
-      target += block.size();
-      source = source.subspan(block.size());
-    }
+    const std::size_t whole = source.size() / kCopyAlignment * kCopyAlignment;
+    state = copy_streaming(kernel, target, source.first(whole), state);
     // Streaming stores are weakly ordered: whoever is told of the copy must find it complete.
     _mm_sfence();
+    target += whole;
+    source = source.subspan(whole);
   }
 #endif
-  return copy_plain(target, source, value);
+  return ~copy_plain(kernel, target, source, state);
+}
+
+std::uint32_t copy_crc32c(std::uint8_t* target, Bytes source, std::uint32_t value) {
+  return copy_crc32c_by(crc32c_kernels().front(), target, source, value);
+}
+
+Copied copy_blocks(std::uint8_t* target, Bytes source, std::size_t block_size, std::uint32_t prefix_crc,
+                   std::size_t prefix_size, unsigned threads) {
+  std::vector<Piece> pieces = pieces_of(source.size(), block_size, prefix_size);
+  std::atomic<std::size_t> taken = 0;
+  const auto work = [&] {
+    for (std::size_t i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < pieces.size();) {
+      Piece& piece = pieces[i];
+      piece.crc = copy_crc32c(target + piece.offset, source.subspan(piece.offset, piece.size), 0);
+    }
+  };
+  const std::size_t worth = source.size() / kPerThread;
+  run_in_threads(static_cast<unsigned>(std::min<std::size_t>(std::max(threads, 1U), std::max<std::size_t>(worth, 1))) - 1,
+                 work);
+
+  Copied result;
+  result.tail_crc = prefix_crc;
+  const std::uint32_t shift = crc32c_shift(kPiece);
+  std::size_t filled = prefix_size;
+  for (const Piece& piece : pieces) {
+    result.tail_crc = piece.size == kPiece ? crc32c_combine_by(shift, result.tail_crc, piece.crc)
+                                           : crc32c_combine(result.tail_crc, piece.crc, piece.size);
+    filled += piece.size;
+    if (filled == block_size) {
+      result.block_crcs.push_back(result.tail_crc);
+      result.tail_crc = 0;
+      filled = 0;
+    }
+  }
+  return result;
 }
 
 }  // namespace replicator

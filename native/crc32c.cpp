@@ -66,10 +66,18 @@ std::uint32_t crc32c(std::uint32_t value, Bytes data) {
   return ~crc32c_kernels().front().run(~value, data.data(), data.size());
 }
 
-std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t len_b) {
+std::uint32_t crc32c_shift(std::uint64_t len_b) {
   // The order of x is 2^31 - 1, so the exponent 8 * len_b may be taken modulo that and cannot overflow.
   constexpr std::uint64_t kOrder = 0x7FFFFFFF;
-  return gf2::multiply(gf2::power_of_x(len_b % kOrder * 8), crc_a) ^ crc_b;
+  return gf2::power_of_x(len_b % kOrder * 8);
+}
+
+std::uint32_t crc32c_combine_by(std::uint32_t shift, std::uint32_t crc_a, std::uint32_t crc_b) {
+  return gf2::multiply(shift, crc_a) ^ crc_b;
+}
+
+std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t len_b) {
+  return crc32c_combine_by(crc32c_shift(len_b), crc_a, crc_b);
 }
 
 }  // namespace replicator

@@ -65,15 +65,40 @@ std::vector<std::string> py_kernels() {
   return names;
 }
 
-std::uint32_t py_copy_crc32c(nb::handle target, nb::handle source, std::uint32_t value) {
-  const Buffer to(target, PyBUF_WRITABLE);
-  const Buffer from(source, PyBUF_SIMPLE);
+void check_room(const Buffer& to, const Buffer& from) {
   if (to.size() < from.size()) {
     const std::string text = "expected a target of at least " + std::to_string(from.size()) + " bytes, found " +
                              std::to_string(to.size());
     throw nb::value_error(text.c_str());
   }
+}
+
+std::uint32_t py_copy_crc32c(nb::handle target, nb::handle source, std::uint32_t value) {
+  const Buffer to(target, PyBUF_WRITABLE);
+  const Buffer from(source, PyBUF_SIMPLE);
+  check_room(to, from);
   return without_gil(from.size(), [&] { return copy_crc32c(to.data(), from.bytes(), value); });
+}
+
+std::uint32_t py_copy_crc32c_by(const std::string& kernel, nb::handle target, nb::handle source, std::uint32_t value) {
+  const Buffer to(target, PyBUF_WRITABLE);
+  const Buffer from(source, PyBUF_SIMPLE);
+  check_room(to, from);
+  for (const Crc32cKernel& known : crc32c_kernels()) {
+    if (kernel == known.name) return copy_crc32c_by(known, to.data(), from.bytes(), value);
+  }
+  throw nb::key_error(kernel.c_str());
+}
+
+std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_blocks(nb::handle target, nb::handle source,
+                                                                     std::size_t block_size, std::uint32_t prefix_crc,
+                                                                     std::size_t prefix_size, unsigned threads) {
+  const Buffer to(target, PyBUF_WRITABLE);
+  const Buffer from(source, PyBUF_SIMPLE);
+  check_room(to, from);
+  Copied copied = without_gil(
+      from.size(), [&] { return copy_blocks(to.data(), from.bytes(), block_size, prefix_crc, prefix_size, threads); });
+  return {std::move(copied.block_crcs), copied.tail_crc};
 }
 
 std::vector<std::uint32_t> py_block_crcs(nb::handle object, std::size_t block_size) {
@@ -110,8 +135,10 @@ NB_MODULE(_native, module) {
   module.def("crc32c", &py_crc32c);
   module.def("crc32c_combine", &crc32c_combine);
   module.def("copy_crc32c", &py_copy_crc32c);
+  module.def("copy_blocks", &py_copy_blocks);
   module.def("block_crcs", &py_block_crcs);
   module.def("recv_blocks", &py_recv_blocks);
   module.def("kernels", &py_kernels, "Ways to compute a CRC32C on this processor, best first: that one is used.");
   module.def("crc32c_by", &py_crc32c_by, "CRC32C by one of kernels().");
+  module.def("copy_crc32c_by", &py_copy_crc32c_by, "copy_crc32c by one of kernels().");
 }

@@ -100,6 +100,32 @@ def copy_crc32c(dst: WriteableBuffer, src: ReadableBuffer, value: int, /) -> int
     return _crc(source, value)
 
 
+def copy_blocks(
+    dst: WriteableBuffer,
+    src: ReadableBuffer,
+    block_size: int,
+    prefix_crc: int,
+    prefix_size: int,
+    threads: int,
+    /,
+) -> tuple[list[int], int]:
+    """In one thread, whatever `threads` says."""
+    source, target = _bytes_of(src), _writable_bytes_of(dst)
+    crcs: list[int] = []
+    crc, filled, done = prefix_crc, prefix_size, 0
+    if len(target) < len(source):
+        raise ValueError(f"expected a target of at least {len(source)} bytes, found {len(target)}")
+    while done < len(source):
+        step = min(len(source) - done, block_size - filled)
+        crc = copy_crc32c(target[done : done + step], source[done : done + step], crc)
+        done += step
+        filled += step
+        if filled == block_size:
+            crcs.append(crc)
+            crc = filled = 0
+    return crcs, crc
+
+
 def block_crcs(buffer: ReadableBuffer, block_size: int, /) -> list[int]:
     view = _bytes_of(buffer)
     return [_crc(view[begin : begin + block_size], 0) for begin in range(0, len(view), block_size)]

@@ -26,6 +26,7 @@ __all__ = [
     "Received",
     "block_crcs",
     "combine_blocks",
+    "copy_blocks",
     "copy_crc32c",
     "crc32c",
     "crc32c_combine",
@@ -40,6 +41,7 @@ FALLBACK_REASON: str
 
 try:
     from replicator._native import block_crcs as _block_crcs
+    from replicator._native import copy_blocks as _copy_blocks
     from replicator._native import copy_crc32c as _copy_crc32c
     from replicator._native import crc32c as _crc32c
     from replicator._native import crc32c_combine as _crc32c_combine
@@ -48,6 +50,7 @@ try:
     IMPLEMENTATION, FALLBACK_REASON = "native", ""
 except ImportError as error:
     from replicator._fallback import block_crcs as _block_crcs
+    from replicator._fallback import copy_blocks as _copy_blocks
     from replicator._fallback import copy_crc32c as _copy_crc32c
     from replicator._fallback import crc32c as _crc32c
     from replicator._fallback import crc32c_combine as _crc32c_combine
@@ -94,6 +97,35 @@ def copy_crc32c(dst: WriteableBuffer, src: ReadableBuffer, value: int = 0) -> in
         BufferError: a buffer is not contiguous, or `dst` is read-only.
     """
     return _copy_crc32c(dst, src, value)
+
+
+def copy_blocks(
+    dst: WriteableBuffer,
+    src: ReadableBuffer,
+    *,
+    block_size: int = BLOCK_SIZE,
+    prefix_crc: int = 0,
+    prefix_size: int = 0,
+    threads: int = 1,
+) -> tuple[list[int], int]:
+    """Copy `src` to the start of `dst`, with the CRC32C of every block. The two must not overlap.
+
+    Args:
+        block_size: in bytes; blocks end at multiples of it, counted from `prefix_size` bytes before `src`.
+        prefix_crc, prefix_size: CRC32C and length of the part of the first block that was copied before.
+        threads: that share a large copy, this one included.
+
+    Returns:
+        The checksums of the blocks that are complete, and that of the bytes after them (0 when there are none).
+
+    Raises:
+        ValueError: `dst` is shorter than `src`.
+        BufferError: a buffer is not contiguous, or `dst` is read-only.
+    """
+    _check_prefix(prefix_size, block_size)
+    if threads < 1:
+        raise ValueError(f"threads: expected 1 or more, found {threads}")
+    return _copy_blocks(dst, src, block_size, prefix_crc, prefix_size, threads)
 
 
 def block_crcs(buffer: ReadableBuffer, block_size: int = BLOCK_SIZE) -> list[int]:
@@ -148,9 +180,7 @@ def receive(
         prefix_crc, prefix_size: CRC32C and length of the part of the first block that was received before;
             for the next slice these are `tail_crc` and the bytes since the last multiple of `block_size`.
     """
-    _check_block_size(block_size)
-    if not 0 <= prefix_size < block_size:
-        raise ValueError(f"prefix_size: expected 0..{block_size - 1}, found {prefix_size}")
+    _check_prefix(prefix_size, block_size)
     return Received(*_recv_blocks(fd, dst, block_size, progress_timeout_s, slice_s, cancel_fd, prefix_crc, prefix_size))
 
 
@@ -201,3 +231,9 @@ def receive_error(code: int, size: int, total: int, progress_timeout_s: float) -
 def _check_block_size(block_size: int) -> None:
     if block_size <= 0:
         raise ValueError(f"block_size: expected a positive number of bytes, found {block_size}")
+
+
+def _check_prefix(prefix_size: int, block_size: int) -> None:
+    _check_block_size(block_size)
+    if not 0 <= prefix_size < block_size:
+        raise ValueError(f"prefix_size: expected 0..{block_size - 1}, found {prefix_size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,15 @@ from replicator.checksum import BLOCK_SIZE
 from replicator.errors import SegmentError, StoreFullError
 from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
-from replicator.native import combine_blocks, copy_crc32c, crc32c
+from replicator.native import combine_blocks, copy_blocks, crc32c
 from replicator.store.segment import MappedSegment
 from replicator.store.trailer import ObjectInfo, capacity_for, payload_limit, write_trailer
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+COPY_THREADS = min(len(os.sched_getaffinity(0)), 4)
+"""That share the copy of one large buffer."""
 
 
 class ObjectWriter:
@@ -74,12 +78,16 @@ class ObjectWriter:
         size = len(source)
         self._make_room(size)
         self._sum_slice()
-        done = 0
-        while done < size:
-            step = min(size - done, self._block_size - self._summed % self._block_size)
-            target = self.mapped.view[self._summed : self._summed + step]
-            self._advance(copy_crc32c(target, source[done : done + step], self._crc), step)
-            done += step
+        crcs, self._crc = copy_blocks(
+            self.mapped.view[self._summed : self._summed + size],
+            source,
+            block_size=self._block_size,
+            prefix_crc=self._crc,
+            prefix_size=self._summed % self._block_size,
+            threads=COPY_THREADS,
+        )
+        self._block_crcs += crcs
+        self._summed += size
         self._size = self._summed
         reach("write.copied")
         return size
@@ -153,8 +161,8 @@ class ObjectWriter:
         larger = self._larger(needed)
         if payload_limit(larger.capacity, self._block_size) < needed:
             raise SegmentError(f"asked for a segment that holds {needed} bytes of {self.object}, got {larger.capacity}")
-        # Its checksum is not wanted; it is the copy that lets other threads run.
-        copy_crc32c(larger.view, self.mapped.view[: self._size])
+        # Its checksums are not wanted; it is the copy that lets other threads run.
+        copy_blocks(larger.view, self.mapped.view[: self._size], threads=COPY_THREADS)
         outgrown, self.mapped = self.mapped, larger
         self._limit = payload_limit(larger.capacity, self._block_size)
         if self._retire is not None:

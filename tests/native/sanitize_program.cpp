@@ -144,6 +144,15 @@ void copies() {
         source.fill(data);
         expect(copy_crc32c(target.data(), source.span(), 9) == right, "checksum of copy_crc32c", size, 0);
         expect(target.holds(data), "copy of copy_crc32c", size, 0);
+        for (const Crc32cKernel& kernel : crc32c_kernels()) {
+          const Room other(size, to);
+          expect(copy_crc32c_by(kernel, other.data(), source.span(), 9) == right, kernel.name, size, 1);
+          expect(other.holds(data), "copy of a kernel", size, 1);
+        }
+        const Room shared(size, to);
+        const Copied copied = copy_blocks(shared.data(), source.span(), std::size_t{1} << 40, 9, 1, 3);
+        expect(copied.tail_crc == right && copied.block_crcs.empty(), "checksum of copy_blocks", size, 0);
+        expect(shared.holds(data), "copy of copy_blocks", size, 0);
       }
     }
   }

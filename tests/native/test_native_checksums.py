@@ -53,6 +53,58 @@ def test_every_kernel_at_every_length_and_alignment(kernel: str) -> None:
         assert _native.crc32c_by(kernel, view, 0x12345678) == reference.crc32c(view, 0x12345678), size
 
 
+@pytest.mark.parametrize("kernel", _native.kernels())
+def test_every_kernel_copies_past_the_caches_at_every_alignment(kernel: str) -> None:
+    """From 1 MiB on: the ends that are no whole lines, and nothing beyond them."""
+    size = 1 << 20
+    data = random.Random(3).randbytes(size + 300)
+    for at in (0, 1, 31, 32, 64, 127):
+        for more in (0, 1, 63, 128, 255):
+            source = memoryview(data)[at % 17 : at % 17 + size + more]
+            target = bytearray(size + 600)
+            crc = _native.copy_crc32c_by(kernel, memoryview(target)[at:], source, 0x12345678)
+            assert crc == reference.crc32c(source, 0x12345678), (at, more)
+            assert target == bytes(at) + source.tobytes() + bytes(len(target) - at - len(source)), (at, more)
+
+
+@MANY
+@given(
+    data=PIECES,
+    block_size=st.integers(1, 700),
+    prefix=st.integers(0, 2000),
+    start=st.integers(0, 2**32 - 1),
+    threads=st.integers(1, 5),
+)
+def test_a_copy_has_a_checksum_per_block(
+    native: ModuleType, data: bytes, block_size: int, prefix: int, start: int, threads: int
+) -> None:
+    prefix %= block_size
+    target = bytearray(len(data))
+    crcs, tail = native.copy_blocks(
+        target, data, block_size=block_size, prefix_crc=start, prefix_size=prefix, threads=threads
+    )
+    assert target == data
+    ends = [*range(block_size - prefix, len(data) + 1, block_size)]
+    pieces = [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
+    expected = [reference.crc32c(piece, 0 if n else start) for n, piece in enumerate(pieces)]
+    assert [*crcs, tail] == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("prefix", [0, 1, (4 << 20) - 1])
+def test_a_large_copy_by_several_threads(native: ModuleType, threads: int, prefix: int) -> None:
+    block = 4 << 20
+    data = random.Random(4).randbytes(1 << 20) * 21 + b"odd"
+    target = bytearray(len(data) + 1)
+    crcs, tail = native.copy_blocks(target, data, prefix_crc=5, prefix_size=prefix, threads=threads)
+    assert target == data + b"\0"
+    first = block - prefix
+    assert crcs[0] == reference.crc32c(data[:first], 5)
+    assert crcs[1:] == [reference.crc32c(data[i : i + block]) for i in range(first, len(data) - block, block)]
+    rest = (len(data) - first) % block
+    assert tail == (reference.crc32c(data[len(data) - rest :]) if rest else 0)
+
+
 @pytest.mark.parametrize("name", _fallback.ENGINES)
 def test_every_engine_of_the_fallback(name: str) -> None:
     try:
