@@ -93,7 +93,17 @@ class AgentConfig:
         default=20.0,
         metadata={"help": "percent of time in which processes wait for a CPU, above which no memory is touched ahead"},
     )
+    backpressure: str = field(
+        default="skip",
+        metadata={
+            "help": "of a job whose saves come faster than their copies: skip saves, or block until there are copies",
+            "choices": ("skip", "block"),
+        },
+    )
     keep_last: int = field(default=2, metadata={"help": "protected containers of a job to keep, at least 1"})
+    keep_every: int = field(
+        default=0, metadata={"help": "keep protected containers whose step is a multiple of this, too; 0: none"}
+    )
     lane: str = field(default="auto", metadata={"help": "auto, bulk or grpc", "choices": ("auto", "bulk", "grpc")})
     connections_per_peer: int = field(default=2, metadata={"help": "bulk-lane connections to one peer"})
     deadline_s: float = field(
@@ -168,6 +178,7 @@ class AgentConfig:
                 raise ConfigError(f"{name}: expected 0..65535, found {getattr(self, name)}")
         _at_least("replicas", self.replicas, 0)
         _at_least("keep_last", self.keep_last, 1)
+        _at_least("keep_every", self.keep_every, 0)
         if self.mount_size:
             _at_least("mount_size", self.mount_size, 1 << 20)
         if self.budget_bytes and self.budget_bytes < 1 << 20:

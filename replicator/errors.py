@@ -104,6 +104,10 @@ class ReplicationError(ReplicatorError):
     exit_code = 7
 
 
+class SaveSkippedError(ReplicationError):
+    """Copies of a container were not made: saves came faster, and a newer one superseded it; the message names both."""
+
+
 class CommitError(ReplicatorError):
     """A container was not committed. It may still become visible later, complete and correct."""
 

@@ -292,6 +292,7 @@ def manifest_to_pb(manifest: Manifest) -> types_pb2.Manifest:
             )
             for entry in manifest.entries
         ],
+        not_resumable=not manifest.resumable,
     )
 
 
@@ -315,6 +316,7 @@ def manifest_from_pb(message: types_pb2.Manifest) -> Manifest:
             )
             for entry in message.entries
         ),
+        resumable=not message.not_resumable,
     )
 
 

@@ -84,6 +84,8 @@ def job(reply: admin_pb2.JobStatus) -> View:
         "buddy_node_ids": list(reply.buddy_node_ids),
         "newest_committed_step": reply.newest_committed_step if reply.has_committed else None,
         "newest_protected_step": reply.newest_protected_step if reply.has_protected else None,
+        "skipped": reply.skipped,
+        "skipped_steps": list(reply.skipped_steps),
     }
 
 

@@ -27,11 +27,20 @@ from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
+from replicator.agent.skipping import Skipping
 from replicator.agent.threads import run_to_end
 from replicator.config import AgentConfig
+from replicator.decide.backpressure import plan_skips
 from replicator.decide.placement import buddies
 from replicator.decide.types import HeldObject, Manifest, listed, recency
-from replicator.errors import CommitError, NotFoundError, ReplicationError, ReplicatorError, StaleEpochError
+from replicator.errors import (
+    CommitError,
+    NotFoundError,
+    ReplicationError,
+    ReplicatorError,
+    SaveSkippedError,
+    StaleEpochError,
+)
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
@@ -107,6 +116,9 @@ class Committer:
         self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
         self._resumed: set[str] = set()  # jobs of which was taken up what was found at the start
         self._background = Background()
+        self.skipping = Skipping(
+            config, address, store, jobs, peers, manifests, replicator, retention, self._background, counters
+        )
         self._own_copies = OwnCopies(
             config,
             address,
@@ -134,6 +146,7 @@ class Committer:
             StaleEpochError: a newer incarnation of the job is known.
             CommitError: another manifest of this version is stored here, an object of this node is missing, this
                 node is not its coordinator, it was abandoned, or no rank of this node has joined the epoch.
+            SaveSkippedError: a newer one superseded it.
             StoreFullError: no room for it.
         """
         version = manifest.version
@@ -144,6 +157,7 @@ class Committer:
                 f"{version} cannot be committed: no rank of node {self._address.node_id} has joined epoch "
                 f"{manifest.epoch} of the job here, so its members are not known; call JoinJob first"
             )
+        self.skipping.check(version)
         self._check_own(manifest)
         data = manifest_to_bytes(manifest)
         with self._abandonment.storing(version):
@@ -176,6 +190,7 @@ class Committer:
             NotFoundError: no manifest of the container is stored here, or the job's members are not known here (yet).
             CommitError: this node is not its coordinator, or an object is not the manifest's.
         """
+        self.skipping.check(version)
         manifest = self._require(version)
         if manifest.coordinator_node_id != self._address.node_id:
             raise CommitError(
@@ -262,7 +277,7 @@ class Committer:
                 )
 
             try:
-                await repeat(once, deadline_s, final=(StaleEpochError, CommitError))
+                await repeat(once, deadline_s, final=(StaleEpochError, CommitError, SaveSkippedError))
             except ReplicatorError as error:
                 refusals[node.node_id] = error
                 log.warning("a node did not store the manifest", extra=fields(version, peer=node.node_id, reason=error))
@@ -294,6 +309,20 @@ class Committer:
             self._tell(entry, self._event(entry))
             self._watch(entry)
             self._protect_if_due(entry)
+            self._skip_between(entry)
+
+    def _skip_between(self, newest: _Open) -> None:
+        """What waits between the container whose copies are being made and the newest one is skipped."""
+        waiting = {version: entry.manifest.resumable for version, entry in self._open.items()}
+        for skip in plan_skips(waiting, newest.manifest.version, newest.manifest.resumable):
+            entry = self._open.pop(skip.version)
+            for what in ("distribute", "watch"):
+                self._background.cancel(what, skip.version)
+            self._own_copies.forget(skip.version)
+            error = self.skipping.skip(skip, newest.manifest.version, newest.epoch)
+            event = self._event(entry)
+            event.ok, event.error_kind, event.error_message = False, error.kind, str(error)
+            self._tell(entry, event)
 
     def _progressed(self, version: ContainerVersion) -> None:
         entry = self._open.get(version)
@@ -333,7 +362,7 @@ class Committer:
         return ReplicationError(
             f"{version} is committed and not protected: for {limit_s:.1f} s nothing of it was acknowledged, and still "
             f"awaited are {listed(reasons)}. Its objects are intact on their owners; it is protected later when the "
-            "buddies come back before a newer one is committed"
+            "buddies come back before a newer one is protected"
         )
 
     def _protect_if_due(self, entry: _Open) -> None:
@@ -391,10 +420,16 @@ class Committer:
             StaleEpochError: the sender's incarnation of the job was superseded.
             CorruptObjectError, InvalidIdError: it is damaged, or not of the sender's job.
             CommitError: another manifest of that version is stored here, or it was abandoned.
+            SaveSkippedError: a newer one superseded it.
             StoreFullError: no room.
         """
         self._jobs.check(sender.job, sender.epoch)
-        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job, self._abandonment.check)
+
+        def check(version: ContainerVersion) -> None:
+            self._abandonment.check(version)
+            self.skipping.check(version)
+
+        manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job, check)
         reach("commit.received")
         self._own_copies.check(manifest.version, again=True)
 

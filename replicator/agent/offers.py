@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replicator.errors import ReplicationError, ReplicatorError, StaleEpochError
-from replicator.ids import ObjectVersion
+from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.packed import is_small
 from replicator.v1 import local_pb2
@@ -64,6 +64,10 @@ class OfferQueue:
 
     def __contains__(self, one: ObjectVersion) -> bool:
         return one in self._pending
+
+    def of(self, version: ContainerVersion) -> list[Pending]:
+        """All objects of a container that have no outcome yet."""
+        return [item for one, item in self._pending.items() if one.version == version]
 
     def add(self, info: ObjectInfo, epoch: int, deadline_s: float, outcome: Report, now: float) -> None:
         """Take an object in; when it is on its way already, its outcome is told to `outcome` too."""

@@ -20,7 +20,7 @@ from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.config import AgentConfig
 from replicator.decide.types import HeldObject, Manifest, recency
-from replicator.errors import CommitError, ReplicatorError, StaleEpochError
+from replicator.errors import CommitError, ReplicatorError, SaveSkippedError, StaleEpochError
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.store import Store
@@ -101,7 +101,7 @@ class OwnCopies:
         return self._replicator.lacking(version, names)
 
     async def _offer_again(self, version: ContainerVersion) -> None:
-        """A buddy that was given up may come back, as long as nothing newer is committed."""
+        """A buddy that was given up may come back, as long as nothing newer is protected."""
         job = version.container.job
         pauses = 1
         while True:
@@ -111,7 +111,7 @@ class OwnCopies:
             if manifest is None or self._store.is_protected(version):
                 return
             if any(
-                recency(newer) > recency(version) and self._store.manifest(newer) is not None
+                recency(newer) > recency(version) and self._store.is_protected(newer)
                 for newer in self._store.versions(job)
             ):
                 return
@@ -155,7 +155,7 @@ class OwnCopies:
             told = True
 
         try:
-            await repeat(once, self._deadline_s, final=(StaleEpochError, CommitError))
+            await repeat(once, self._deadline_s, final=(StaleEpochError, CommitError, SaveSkippedError))
         except ReplicatorError as error:
             log.warning("the coordinator was not told of copies", extra=fields(version, reason=error))
         if told:

@@ -197,6 +197,16 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.MarkProtectedReply()
 
     @_served
+    async def Skip(self, request: peer_pb2.SkipRequest, context: Context) -> peer_pb2.SkipReply:
+        """Containers that were superseded before their copies were made."""
+        sender = self._require_job(request.sender)
+        if len(request.containers) > MAX_TOLD:
+            raise InvalidIdError(f"expected at most {MAX_TOLD} containers to skip, found {len(request.containers)}")
+        versions = [version_from_pb(container) for container in request.containers]
+        await self.core.committer.skipping.skipped(sender, versions, version_from_pb(request.superseded_by))
+        return peer_pb2.SkipReply()
+
+    @_served
     async def Abandon(self, request: peer_pb2.AbandonRequest, context: Context) -> peer_pb2.AbandonReply:
         """Saves that failed."""
         sender = self._require_job(request.sender)

@@ -158,6 +158,17 @@ class Replicator:
         """Whether every buddy has the object. See `unacknowledged`."""
         return not self.unacknowledged(one.version, (one.name,))
 
+    def give_up(self, version: ContainerVersion, error: ReplicatorError) -> None:
+        """No more copies of this container are made; who waits for some is told `error`."""
+        now = self._now()
+        for (job, buddy), queue in self._queues.items():
+            if job == version.container.job:
+                for item in queue.of(version):
+                    queue.done(item)
+                    self._tell_failed(buddy, item, error, now)
+                self._schedule((job, buddy), 0.0)
+        self.forget(version)
+
     def forget(self, version: ContainerVersion) -> None:
         """Nobody needs to know any more who acknowledged objects of this container."""
         self._acks.pop(version, None)
@@ -329,6 +340,8 @@ class Replicator:
 
     def _failed(self, queue: OfferQueue, item: Pending, error: ReplicatorError) -> None:
         now = self._now()
+        if item.object not in queue:
+            return  # it was given up meanwhile
         self._counters.add("replica_attempts_failed")
         if isinstance(error, CorruptObjectError):
             self._suspect(item.object)

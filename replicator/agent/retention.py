@@ -39,6 +39,7 @@ class Retention:
         counters: Counters,
     ) -> None:
         self._keep_last = config.keep_last
+        self._keep_every = config.keep_every
         self._node_id = address.node_id
         self._store = store
         self._jobs = jobs
@@ -50,7 +51,7 @@ class Retention:
 
     async def run(self, job: str) -> int:
         """Drop what `plan_retention` allows for the job; returns how many containers."""
-        drops = plan_retention(self._views(job), self._keep_last)
+        drops = plan_retention(self._views(job), self._keep_last, self._keep_every)
         for drop in drops:
             await asyncio.to_thread(self._drop, drop)
         return len(drops)
@@ -58,8 +59,9 @@ class Retention:
     def on_pressure(self, wanted_bytes: int) -> int:
         """`Store.on_pressure`: drop superseded containers, oldest first; returns the bytes that were freed.
 
-        What `keep_last` would keep beside the newest protected container is given up too. Nothing is dropped when
-        all of it together is not enough: what asked would fail all the same, and the containers be lost for nothing.
+        What `keep_last` and `keep_every` would keep beside the newest protected container is given up too. Nothing is
+        dropped when all of it together is not enough: what asked would fail all the same, and the containers be lost
+        for nothing.
         """
         views = [view for job in self._jobs_held() for view in self._views(job)]
         drops = plan_retention(views, keep_last=1)
@@ -78,8 +80,15 @@ class Retention:
         reason = self._dropped.get(version)
         if reason is not None:
             return f"it was dropped here: {reason}"
+        if self._keep_every and version.container.step % self._keep_every == 0:
+            return ""
         protected = sorted(
-            (held for held in self._store.versions(version.container.job) if self._is_protected(held)), key=recency
+            (
+                held
+                for held in self._store.versions(version.container.job)
+                if self._is_protected(held) and self._is_resumable(held)
+            ),
+            key=recency,
         )
         if len(protected) < self._keep_last:
             return ""
@@ -99,6 +108,17 @@ class Retention:
         """Drop what is here of a container that will never be committed; the bytes that were freed. In any thread."""
         return self._drop(Drop(version, reason))
 
+    def drop_skipped(self, version: ContainerVersion, reason: str) -> int:
+        """Drop what is here of a container that a newer committed one supersedes, though neither has its copies yet.
+
+        Not one that a restart found or brings here: that goes when a newer one is protected. In any thread.
+        """
+        job = version.container.job
+        recoverable, _ = self._recoverable.get(job, (None, None))
+        if version in (self._retrieved.get(job), recoverable):
+            return 0
+        return self._drop(Drop(version, reason))
+
     def note_recoverable(self, version: ContainerVersion) -> None:
         """A job found this container to be recoverable: keep it until it finds another, or protects a newer one."""
         job = version.container.job
@@ -112,7 +132,7 @@ class Retention:
     def _views(self, job: str) -> list[RetentionView]:
         versions = self._store.versions(job)
         protected = [version for version in versions if self._is_protected(version)]
-        newest_epoch = max((version.epoch for version in protected), default=0)
+        newest_epoch = max((version.epoch for version in protected if self._is_resumable(version)), default=0)
         retrieved = self._retrieved.get(job)
         recoverable, newest_then = self._recoverable.get(job, (None, None))
         if max(protected, key=recency, default=None) != newest_then:
@@ -129,6 +149,7 @@ class Retention:
                     complete_locally=manifest is not None and is_protected and self._is_complete(manifest),
                     recoverable=version == recoverable,
                     pinned=version == retrieved and version.epoch >= newest_epoch,
+                    resumable=manifest is None or manifest.resumable,
                 )
             )
         return views
@@ -152,6 +173,10 @@ class Retention:
                 if info is None or info.size != entry.size or info.crc32c != entry.crc32c:
                     return False
         return True
+
+    def _is_resumable(self, version: ContainerVersion) -> bool:
+        manifest = self._manifests.get(version)
+        return manifest is None or manifest.resumable
 
     def _is_protected(self, version: ContainerVersion) -> bool:
         return self._store.is_protected(version) and self._store.manifest(version) is not None

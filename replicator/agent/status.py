@@ -71,6 +71,7 @@ def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:
     versions = sorted(core.store.versions(job), key=recency, reverse=True)
     committed = _newest([version for version in versions if core.store.manifest(version) is not None])
     protected = _newest([version for version in versions if core.store.is_protected(version)])
+    skipped, skipped_steps = core.committer.skipping.named(job)
     return admin_pb2.JobStatus(
         job=job,
         epoch=core.jobs.epoch(job),
@@ -81,6 +82,8 @@ def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:
         newest_committed_step=committed or 0,
         has_protected=protected is not None,
         newest_protected_step=protected or 0,
+        skipped=skipped,
+        skipped_steps=skipped_steps,
     )
 
 

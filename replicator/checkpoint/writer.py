@@ -36,6 +36,7 @@ from replicator.errors import (
     ConfigError,
     DeadlineExceededError,
     ReplicatorError,
+    SaveSkippedError,
     StaleEpochError,
     UnsupportedError,
 )
@@ -43,6 +44,7 @@ from replicator.ids import CheckpointContainerId, ContainerVersion
 
 logger = logging.getLogger("replicator.checkpoint")
 
+Backpressure = Literal["skip", "block"]
 WaitFor = Literal["seal", "commit", "protected"]
 _WAITS = ("seal", "commit", "protected")
 # `commit` and `protected` wait for transfers of any size; each object has a deadline of its own at the agents.
@@ -81,7 +83,10 @@ class ReplicatedStorageWriter(StorageWriter):
             stored there; copies and commit go on in the background, and their trouble never raises. `commit`:
             also, the manifest is on replicas + 1 nodes. `protected`: also, every object is with all its buddies.
         thread_count: objects per rank, written in parallel.
-        wait_deadline_s: for `commit` and `protected`; default: 20 times the session's deadline.
+        wait_deadline_s: for `commit`, `protected` and `block`; default: 20 times the session's deadline.
+        backpressure: when saves come faster than their copies are made, `skip` those in between, or `block` until at
+            most one lacks copies; default: the session's. The coordinator's counts.
+        resumable: whether a job can go on from what this writer saves; False, for instance, for the model alone.
 
     Attributes:
         replica_futures: of this rank's last save, one per object and buddy.
@@ -97,12 +102,16 @@ class ReplicatedStorageWriter(StorageWriter):
         wait_for: WaitFor = "seal",
         thread_count: int = 1,
         wait_deadline_s: float | None = None,
+        backpressure: Backpressure | None = None,
+        resumable: bool = True,
     ) -> None:
         super().__init__()
         if wait_for not in _WAITS:
             raise ConfigError(f"wait_for: expected one of {', '.join(_WAITS)}, found {wait_for!r}")
         if thread_count < 1:
             raise ConfigError(f"thread_count: expected 1 or more, found {thread_count}")
+        if backpressure not in (None, "skip", "block"):
+            raise ConfigError(f"backpressure: expected skip or block, found {backpressure!r}")
         self._session = session
         self._checkpoint_id = checkpoint_id
         self._save_id = str(uuid.uuid4())
@@ -110,6 +119,8 @@ class ReplicatedStorageWriter(StorageWriter):
         self.wait_for = wait_for
         self.thread_count = thread_count
         self.wait_deadline_s = wait_deadline_s
+        self.backpressure = backpressure
+        self.resumable = resumable
         self.replica_futures: list[Future[ReplicaInfo]] = []
         self.commit_future: Future[CommitInfo] | None = None
         self.protected_future: Future[CommitInfo] | None = None
@@ -137,6 +148,8 @@ class ReplicatedStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if (self.backpressure or self.session.backpressure) == "block":
+            self.session.keep_pace(self._wait_s)
         self._begun = self.session.begin(self._container(), saver=self)
         return [
             dataclasses.replace(plan, storage_data=_Turn(self._begun, f"__{rank}_")) for rank, plan in enumerate(plans)
@@ -198,6 +211,7 @@ class ReplicatedStorageWriter(StorageWriter):
             world_size=len(results),
             created_unix_ms=time.time_ns() // 1_000_000,
             entries=tuple(sorted(entries, key=lambda entry: entry.name)),
+            resumable=self.resumable,
         )
         return self.session.commit(manifest)
 
@@ -313,15 +327,27 @@ class ReplicatedStorageWriter(StorageWriter):
 
     def _log_failure(self, future: Future[Any]) -> None:
         error = future.exception()
+        if isinstance(error, SaveSkippedError):
+            return  # said once, of the whole container
         # After the end of the session nobody listens any more; the agents go on.
         if error is not None and not self.session.agent.closed:
             logger.warning("%s", error)
 
+    def _log_skip(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if isinstance(error, SaveSkippedError):
+            logger.warning("%s", error)
+
+    @property
+    def _wait_s(self) -> float:
+        return self.wait_deadline_s or _WAIT_DEADLINES * self.session.deadline_s
+
     def _await(self, version: ContainerVersion, futures: CommitFutures) -> None:
         if self.wait_for == "seal":
             futures.committed.add_done_callback(self._log_failure)
+            futures.protected.add_done_callback(self._log_skip)
             return
-        deadline_s = self.wait_deadline_s or _WAIT_DEADLINES * self.session.deadline_s
+        deadline_s = self._wait_s
         future = futures.committed if self.wait_for == "commit" else futures.protected
         try:
             future.result(deadline_s)

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from replicator.client.agreement import Ranks, is_distributed, known_ranks, meet_ranks
 from replicator.client.job import find_job
 from replicator.client.local_agent import LocalAgent
-from replicator.client.outstanding import CommitFutures
+from replicator.client.outstanding import CommitFutures, CommitInfo
 from replicator.client.plan import Plan, plan_from_pb
 from replicator.client.replication import ReplicationManager
 from replicator.client.retrieval import keep, lookup
@@ -24,7 +26,7 @@ from replicator.client.roll_call import Presence, here, members
 from replicator.client.segments import SegmentObject, Segments
 from replicator.config import load_config
 from replicator.decide.types import Manifest
-from replicator.errors import AgentUnavailableError, ConfigError, InvalidIdError
+from replicator.errors import AgentUnavailableError, ConfigError, DeadlineExceededError, InvalidIdError
 from replicator.faultpoints import reach
 from replicator.ids import (
     MAX_ATTEMPT,
@@ -62,6 +64,7 @@ class SessionSpec:
     deadline_s: float
     auto_start: bool
     idle_exit_s: float | None
+    backpressure: str = "skip"
     nonce: str = ""  # known to all ranks of this incarnation, and never used before
 
 
@@ -72,7 +75,7 @@ class Session:
 
     Attributes:
         job: the job's id. epoch: this incarnation of it. members: its nodes.
-        replicas: copies wanted beside the owner's. deadline_s: the one knob for waits.
+        replicas: copies wanted beside the owner's. deadline_s: the one knob for waits. backpressure: skip or block.
         agent: the handle on this node's agent. replication: copies and bulk retrieval of objects.
     """
 
@@ -82,6 +85,7 @@ class Session:
         self.members = spec.members
         self.replicas = spec.replicas
         self.deadline_s = spec.deadline_s
+        self.backpressure = spec.backpressure
         self.agent = agent
         self.replication = ReplicationManager(agent, spec.job, spec.epoch, spec.deadline_s)
         self.segments = Segments(agent)
@@ -93,6 +97,7 @@ class Session:
         self._lone_generation = -1  # the last one chosen without the agent
         # Begun and not committed, and who saves it; nobody any more: it failed.
         self._unfinished: dict[ContainerVersion, Callable[[], object | None]] = {}
+        self._unprotected: dict[ContainerVersion, Future[CommitInfo]] = {}
         with _sessions_lock:
             _sessions[_key(spec)] = self
 
@@ -159,7 +164,35 @@ class Session:
         futures = self.agent.commit(manifest)
         with self._lock:
             self._unfinished.pop(manifest.version, None)
+            self._unprotected[manifest.version] = futures.protected
+            while len(self._unprotected) > _MAX_UNFINISHED:
+                del self._unprotected[next(iter(self._unprotected))]
         return futures
+
+    def keep_pace(self, deadline_s: float) -> bool:
+        """Wait until at most one container that was committed through this session lacks copies.
+
+        Args:
+            deadline_s: no longer than this, in seconds; then it is said in a warning.
+
+        Returns:
+            Whether it is so.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            with self._lock:
+                self._unprotected = {of: future for of, future in self._unprotected.items() if not future.done()}
+                behind = dict(self._unprotected)
+            if len(behind) <= 1:
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                error = DeadlineExceededError.of(
+                    f"the copies of {next(iter(behind))}", "the buddies of the job's nodes", deadline_s
+                )
+                logger.warning("saves come faster than their copies are made: %s", error)
+                return False
+            wait(behind.values(), left, return_when=FIRST_COMPLETED)
 
     def abandon(self, version: ContainerVersion) -> bool:
         """The coordinator's word that a save of this session has failed, so that nothing of it takes room any more.
@@ -313,6 +346,7 @@ def init(
     root: str | Path | None = None,
     replicas: int | None = None,
     deadline_s: float | None = None,
+    backpressure: str | None = None,
     process_group: Any = None,
     auto_start: bool | None = None,
     idle_exit_s: float | None = None,
@@ -328,6 +362,8 @@ def init(
             /dev/shm/replicator-<uid>.
         replicas: copies on other nodes beside the owner's; default: REPLICATOR_REPLICAS, or 1.
         deadline_s: the one knob for waits; default: REPLICATOR_DEADLINE_S, or 30.
+        backpressure: of saves that come faster than their copies: `skip` or `block` (docs/configuration.md); default:
+            REPLICATOR_BACKPRESSURE, or skip.
         process_group: the ranks that take part; default: all.
         auto_start: start an agent where none runs; default: yes, unless REPLICATOR_SOCKET names one.
         idle_exit_s: an agent started here ends after so long without a trainer; default: one hour.
@@ -336,7 +372,7 @@ def init(
         ConfigError: contradicting settings, or agents that cannot reach each other.
         AgentUnavailableError, DeadlineExceededError: an agent or a rank did not come; with its name.
     """
-    config = load_config(_given(root=root, replicas=replicas, deadline_s=deadline_s))
+    config = load_config(_given(root=root, replicas=replicas, deadline_s=deadline_s, backpressure=backpressure))
     socket_path = os.environ.get("REPLICATOR_SOCKET", "")
     if root is None and socket_path:
         root = Path(socket_path).parent
@@ -386,6 +422,7 @@ def init(
             deadline_s=config.deadline_s,
             auto_start=bool(auto_start),
             idle_exit_s=idle_exit_s,
+            backpressure=config.backpressure,
             nonce=nonce,
         )
         notes: list[str] = []

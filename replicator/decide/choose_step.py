@@ -34,7 +34,7 @@ def choose_step(
     step: int | None = None,
     unanswered: Sequence[Unanswered] = (),
 ) -> Decision:
-    """Choose the newest recoverable container of a job.
+    """Choose the newest recoverable container of a job; one that is not resumable only when its step is asked for.
 
     A container is recoverable when its manifest is known and every entry of it has a holder whose copy has
     the manifest's size and checksum. "Newest" is the order of `types.recency`. Sources of an object are
@@ -60,6 +60,9 @@ def choose_step(
             continue
         manifest = manifests.get(version)
         found = evidence.assess(version, manifest)
+        if manifest is not None and found.recoverable and step is None and not manifest.resumable:
+            rejected.append(Rejected(version, "It was saved as not resumable: no job goes on from it unless asked to."))
+            continue
         if manifest is not None and found.recoverable:
             sources = _sources(manifest.entries, found.holders, evidence.durable)
             reason = _why_chosen(found, evidence, step, rejected)

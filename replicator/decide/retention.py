@@ -26,6 +26,7 @@ class RetentionView:
             is still being pulled). A protected container with a gap here does not supersede older ones.
         recoverable: known to have a verified holder for every object right now (from a recent lookup).
         pinned: to be kept whatever its age, for instance while somebody reads or flushes it.
+        resumable: a job can go on from it (F43); what is not known to be otherwise is.
     """
 
     version: ContainerVersion
@@ -34,6 +35,7 @@ class RetentionView:
     complete_locally: bool = True
     recoverable: bool = False
     pinned: bool = False
+    resumable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +46,60 @@ class Drop:
     reason: str
 
 
-def plan_retention(containers: Sequence[RetentionView], keep_last: int) -> tuple[Drop, ...]:
+def plan_retention(containers: Sequence[RetentionView], keep_last: int, keep_every: int = 0) -> tuple[Drop, ...]:
     """What may be dropped now, oldest first within each job; the order of the input does not matter.
 
-    Kept always: the newest committed, the newest protected and the newest recoverable container of a job,
-    its `keep_last` newest protected ones, pinned ones, and everything that is newer than the newest
-    protected container which is complete on this node. So without such a container nothing is dropped.
+    Kept always: of a job, the newest committed, the newest protected and the newest recoverable container, and the same
+    of those that are resumable; its `keep_last` newest protected resumable ones; pinned ones; and everything that is
+    newer than the newest protected container which is complete on this node. So without such a container nothing
+    is dropped. A resumable container is superseded by a resumable one only (F43).
+
+    Args:
+        keep_every: protected containers whose step is a multiple of it are kept, too; 0: none.
 
     Raises:
-        ConfigError: `keep_last` is below 1.
+        ConfigError: `keep_last` is below 1, or `keep_every` below 0.
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last: expected 1 or more, found {keep_last}; the newest checkpoint is always kept")
+    if keep_every < 0:
+        raise ConfigError(f"keep_every: expected 0 or more steps, found {keep_every}")
     by_job: dict[str, list[RetentionView]] = {}
     for view in containers:
         by_job.setdefault(view.version.container.job, []).append(view)
     drops: list[Drop] = []
     for job in sorted(by_job):
-        drops.extend(_plan_job(sorted(by_job[job], key=lambda view: recency(view.version)), keep_last))
+        drops.extend(_plan_job(sorted(by_job[job], key=lambda view: recency(view.version)), keep_last, keep_every))
     return tuple(drops)
 
 
-def _plan_job(oldest_first: list[RetentionView], keep_last: int) -> list[Drop]:
-    protected = [view.version for view in oldest_first if _is_protected(view)]
-    anchors = [view.version for view in oldest_first if _is_protected(view) and view.complete_locally]
-    if not anchors:
-        return []
-    anchor = anchors[-1]
-    kept = set(protected[-keep_last:])
-    kept.update(view.version for view in oldest_first if view.pinned or recency(view.version) >= recency(anchor))
-    kept.update([view.version for view in oldest_first if view.committed][-1:])
-    kept.update([view.version for view in oldest_first if view.is_protected][-1:])
-    kept.update([view.version for view in oldest_first if view.recoverable][-1:])
-    return [Drop(view.version, _reason(view, anchor, keep_last)) for view in oldest_first if view.version not in kept]
+def _plan_job(oldest_first: list[RetentionView], keep_last: int, keep_every: int) -> list[Drop]:
+    resumable = [view for view in oldest_first if view.resumable]
+    protected = [view.version for view in resumable if _is_protected(view)]
+    kept = set(protected[-keep_last:]) | {view.version for view in oldest_first if view.pinned}
+    if keep_every:
+        kept.update(
+            view.version
+            for view in oldest_first
+            if _is_protected(view) and view.version.container.step % keep_every == 0
+        )
+    for views in (oldest_first, resumable):
+        kept.update([view.version for view in views if view.committed][-1:])
+        kept.update([view.version for view in views if view.is_protected][-1:])
+        kept.update([view.version for view in views if view.recoverable][-1:])
+    anchors = {True: _anchor(resumable), False: _anchor(oldest_first)}
+    drops = []
+    for view in oldest_first:
+        anchor = anchors[view.resumable]
+        if anchor is not None and recency(view.version) < recency(anchor) and view.version not in kept:
+            drops.append(Drop(view.version, _reason(view, anchor, keep_last)))
+    return drops
+
+
+def _anchor(oldest_first: list[RetentionView]) -> ContainerVersion | None:
+    """What supersedes older ones."""
+    found = [view.version for view in oldest_first if _is_protected(view) and view.complete_locally]
+    return found[-1] if found else None
 
 
 def _is_protected(view: RetentionView) -> bool:

@@ -39,6 +39,8 @@ class ManifestEntry:
 class Manifest:
     """All objects of one container, written once by the coordinator after every rank sealed.
 
+    `resumable`: a job can go on from it; not so, for instance, from the model alone.
+
     Raises:
         InvalidIdError: entries that are not sorted by name, or a name that occurs twice.
     """
@@ -50,6 +52,7 @@ class Manifest:
     world_size: int
     created_unix_ms: int
     entries: tuple[ManifestEntry, ...]
+    resumable: bool = True
 
     def __post_init__(self) -> None:
         previous = ""

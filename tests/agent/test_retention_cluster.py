@@ -171,8 +171,10 @@ def test_a_step_with_a_hole_here_supersedes_nothing_here(three: Cluster) -> None
         manifest = three.save(step)
         hurt = manifest.version.object("shard-0")
         assert three.ranks[0].outcome(hurt).ok
-        with three.nodes[0].paths.object(hurt).open("r+b") as file:
-            file.write(b"\0\0")
+        # In the buddy's copy as well, so that n0 cannot bring it again from there.
+        for node in three.nodes[:2]:
+            with node.paths.object(hurt).open("r+b") as file:
+                file.write(b"\0\0")
         entry = manifest.entries[0]
         source = ObjectSource(entry.name, entry.size, entry.crc32c, "n0", ())
         assert three.ranks[0].retrieve(manifest.version, [source])[entry.name].error_kind == "ObjectNotFoundError"

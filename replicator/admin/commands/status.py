@@ -71,6 +71,14 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
             ("PEER", "ADDRESS", "HEALTH"),
             [(peer["node"]["node_id"], peer["node"]["grpc_address"], health_line(peer)) for peer in view["peers"]],
         )
+    for job in view["jobs"]:
+        if job["skipped"]:
+            last = ", ".join(map(str, job["skipped_steps"]))
+            page.line(
+                f"{job['job']}: {job['skipped']} saves were skipped, for they came faster than their copies were made; "
+                f"the last are of step {last}",
+                style="yellow",
+            )
     if with_counters:
         page.table(("COUNTER", "VALUE>"), [(name, str(value)) for name, value in view["counters"].items()])
 
