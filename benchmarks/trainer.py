@@ -44,7 +44,7 @@ class TrainerRole(Role):
         nodes = members_of(members)
         if not epoch:
             agent = LocalAgent(root, deadline_s=DEADLINE_S, auto_start=False)
-            epoch = agent.open_job(JOB, nodes, DEADLINE_S)
+            epoch, _ = agent.open_job(JOB, nodes, DEADLINE_S)
             agent.close()
         self.session: Session = attach(SessionSpec(root, JOB, epoch, nodes, replicas, DEADLINE_S, False, None))
         self.step = 0

@@ -10,22 +10,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import json
 import math
 import os
 import re
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from replicator.errors import ConfigError, InvalidIdError
-from replicator.ids import validate_node_id
+from replicator.ids import Labels, validate_labels, validate_node_id
 
 ENV_PREFIX = "REPLICATOR_"
 # No settings of the agent: read by the trainer's library (replicator.client) or, the last, by `faultpoints`.
 CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET", "REPLICATOR_FAULTPOINT"})
+PLACEMENTS = ("group", "pairwise", "ring", "explicit")
+BuddyMap = tuple[tuple[str, tuple[str, ...]], ...]
+"""Nodes and their buddies, sorted by node."""
 AUTO_BYTES = -1
 """Of a size that may be `auto`."""
 MIN_SERVE_LIMIT = 1 << 20
@@ -66,6 +70,21 @@ class AgentConfig:
     tls_ca: str = field(default="", metadata={"help": "PEM file of the authority that peers' certificates must have"})
     peers: tuple[str, ...] = field(default=(), metadata={"help": "host:port of other agents (static membership)"})
     replicas: int = field(default=1, metadata={"help": "copies beside the owner's, when the job does not say"})
+    labels: Labels = field(
+        default=(),
+        metadata={"help": "failure domains of this node, outermost first, like zone=a,rack=r7", "kind": "labels"},
+    )
+    domain_levels: tuple[str, ...] = field(
+        default=(), metadata={"help": "the levels in their order, outermost first; none: as in labels", "kind": "names"}
+    )
+    placement: str = field(
+        default="",
+        metadata={"help": "where copies go, when the job does not say; empty: group", "choices": PLACEMENTS},
+    )
+    placement_map: BuddyMap = field(
+        default=(),
+        metadata={"help": 'with placement = explicit: buddies of every node, like {"n0": ["n1"]}', "kind": "map"},
+    )
     mount_size: int = field(
         default=0,
         metadata={
@@ -136,6 +155,13 @@ class AgentConfig:
     )
     log_format: str = field(default="text", metadata={"help": "text or json", "choices": ("text", "json")})
 
+    @property
+    def node_labels(self) -> Labels:
+        """`labels` in the order of `domain_levels`."""
+        if not self.domain_levels:
+            return self.labels
+        return tuple(sorted(self.labels, key=lambda pair: self.domain_levels.index(pair[0])))
+
     # Derived waits: each is shorter than the one that contains it.
     @property
     def rpc_deadline_s(self) -> float:
@@ -177,6 +203,20 @@ class AgentConfig:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: expected 0..65535, found {getattr(self, name)}")
         _at_least("replicas", self.replicas, 0)
+        try:
+            validate_labels(self.labels)
+        except InvalidIdError as error:
+            raise ConfigError(str(error)) from None
+        unknown = [level for level, _ in self.labels if self.domain_levels and level not in self.domain_levels]
+        if unknown:
+            raise ConfigError(
+                f"labels: expected levels of domain_levels ({', '.join(self.domain_levels)}), found {unknown[0]}"
+            )
+        if bool(self.placement_map) != (self.placement == "explicit"):
+            raise ConfigError(
+                f"placement_map: expected one exactly with placement = 'explicit', found placement = "
+                f"{self.placement or 'group'!r} {'with' if self.placement_map else 'without'} one"
+            )
         _at_least("keep_last", self.keep_last, 1)
         _at_least("keep_every", self.keep_every, 0)
         if self.mount_size:
@@ -198,7 +238,7 @@ class AgentConfig:
             raise ConfigError(f"deadline_s: expected 0.1..86400 seconds, found {self.deadline_s}")
         for item in dataclasses.fields(self):
             choices = item.metadata.get("choices")
-            if choices and getattr(self, item.name) not in choices:
+            if choices and getattr(self, item.name) not in (*choices, item.default):
                 raise ConfigError(
                     f"{item.name}: expected one of {', '.join(choices)}, found {getattr(self, item.name)!r}"
                 )
@@ -358,11 +398,53 @@ def _convert(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if value == "auto" and known[key].metadata.get("auto"):
             result[key] = AUTO_BYTES
             continue
-        result[key] = _coerce(key, value, types[key], bool(known[key].metadata.get("size")), origin)
+        kind = known[key].metadata.get("kind")
+        if isinstance(kind, str) and kind in _TABLES:
+            result[key] = _TABLES[kind](key, value, origin)
+            continue
+        result[key] = _coerce(key, value, types[key], known[key].metadata, origin)
     return result
 
 
-def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
+def _labels(key: str, value: Any, origin: str) -> Labels:
+    """Of a table, or of text like zone=a,rack=r7. What has no value is left out: a launcher may not know it."""
+    if isinstance(value, str):
+        pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+        found = [(level.strip(), text.strip()) for level, _, text in pairs]
+        wrong = any(not sign for _, sign, _ in pairs)
+    else:
+        wrong = not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values())
+        found = [] if wrong else list(value.items())
+    if wrong:
+        raise ConfigError(f"{origin}: {key} expects a table, or text like zone=a,rack=r7, found {value!r}")
+    return tuple((level, text) for level, text in found if text)
+
+
+def _map(key: str, value: Any, origin: str) -> BuddyMap:
+    """Of a table, or of a JSON object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value else {}
+        except json.JSONDecodeError:
+            value = None
+    rows = list(value.items()) if isinstance(value, Mapping) else [("", None)]
+    for node_id, chosen in rows:
+        if not isinstance(chosen, list) or not all(isinstance(one, str) for one in chosen):
+            raise ConfigError(
+                f'{origin}: {key} expects a table or JSON object like {{"n0": ["n1"]}}, found {value!r}'[:300]
+            )
+        for one in (node_id, *chosen):
+            try:
+                validate_node_id(one)
+            except InvalidIdError as error:
+                raise ConfigError(f"{origin}: {key}: {error}") from None
+    return tuple((node_id, tuple(chosen)) for node_id, chosen in sorted(rows))
+
+
+_TABLES: Mapping[str, Callable[[str, Any, str], Any]] = {"labels": _labels, "map": _map}
+
+
+def _coerce(key: str, value: Any, kind: Any, metadata: Mapping[str, Any], origin: str) -> Any:
     def wrong(expected: str) -> ConfigError:
         return ConfigError(f"{origin}: {key} expects {expected}, found {value!r}")
 
@@ -374,7 +456,7 @@ def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
         if isinstance(value, str) and value.lower() in ("false", "0", "no", "off"):
             return False
         raise wrong("true or false")
-    if is_size and isinstance(value, str):
+    if metadata.get("size") and isinstance(value, str):
         try:
             return parse_size(value)
         except ConfigError:
@@ -399,5 +481,5 @@ def _coerce(key: str, value: Any, kind: Any, is_size: bool, origin: str) -> Any:
         return value
     items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise wrong("a list of addresses")
+        raise wrong(f"a list of {metadata.get('kind', 'addresses')}")
     return tuple(item for item in items if item)

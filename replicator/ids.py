@@ -7,7 +7,9 @@ id that exists is a valid one. Ids are logical names: `store.paths` maps them un
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from replicator.errors import InvalidIdError
 
@@ -20,7 +22,14 @@ MAX_EPOCH = 2**44 - 1
 ATTEMPT_BITS = 20
 MAX_ATTEMPT = 2**ATTEMPT_BITS - 1
 
+MAX_LABELS = 16
+MAX_LABEL_CHARS = 128
+
+Labels = tuple[tuple[str, str], ...]
+"""Failure domains of a node: (level, value), outermost level first, for instance (("zone", "a"), ("rack", "r7"))."""
+
 _PART = re.compile(r"[A-Za-z0-9_.\-+=@:~,]+")
+_LABEL = re.compile(r"[A-Za-z0-9_.\-+@:/]+")
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})(?:_ckpt)?")
 
 
@@ -52,6 +61,21 @@ def validate_job(job: str) -> str:
 def validate_node_id(node_id: str) -> str:
     """Return the node id, or raise InvalidIdError."""
     return validate_part(node_id, "node id", MAX_NODE_CHARS)
+
+
+def validate_labels(labels: Labels) -> Labels:
+    """Return the labels of a node, or raise InvalidIdError."""
+    if not labels:
+        return labels
+    if len(labels) > MAX_LABELS or len({level for level, _ in labels}) < len(labels):
+        raise InvalidIdError(f"labels: expected at most {MAX_LABELS} levels, each once, found {labels!r}"[:300])
+    for text in (one for pair in labels for one in pair):
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_LABEL_CHARS or not _LABEL.fullmatch(text):
+            raise InvalidIdError(
+                f"labels: expected levels and values of letters, digits and _ . - + @ : / with at most "
+                f"{MAX_LABEL_CHARS} characters, found {text!r}"[:300]
+            )
+    return labels
 
 
 def validate_step(step: int) -> int:
@@ -215,14 +239,52 @@ class NodeIdentity:
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeAddress:
-    """Where an agent is reached: `grpc_address` is `host:port`."""
+    """Where an agent is reached: `grpc_address` is `host:port`. Labels say where the node stands, and are not compared:
+    they change only with the agent's incarnation."""
 
     identity: NodeIdentity
     grpc_address: str
+    labels: Labels = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        validate_labels(self.labels)
 
     @property
     def node_id(self) -> str:
         return self.identity.node_id
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedPlacement:
+    """Where the copies of a job go in one epoch, as it is carried between agents and kept over their restarts.
+
+    What it means is known to the strategy of that name (`decide.placement`): `groups` holds every member once, or
+    `buddies` those of every member.
+    """
+
+    strategy: str
+    groups: tuple[tuple[str, ...], ...] = ()
+    buddies: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def to_json(self) -> list[Any]:
+        return [self.strategy, self.groups, self.buddies]
+
+    @classmethod
+    def from_json(cls, found: Any) -> AgreedPlacement:
+        """Raises InvalidIdError, ValueError or TypeError for what `to_json` does not give."""
+        strategy, groups, buddies = found
+        return cls.checked(strategy, groups, ((node_id, chosen) for node_id, chosen in buddies))
+
+    @classmethod
+    def checked(
+        cls, strategy: str, groups: Iterable[Iterable[str]], buddies: Iterable[tuple[str, Iterable[str]]]
+    ) -> AgreedPlacement:
+        """Raises InvalidIdError when a name cannot be one of a strategy or of a node."""
+        return cls(
+            validate_part(strategy, "placement", MAX_NODE_CHARS),
+            tuple(tuple(map(validate_node_id, group)) for group in groups),
+            tuple((validate_node_id(node_id), tuple(map(validate_node_id, chosen))) for node_id, chosen in buddies),
+        )
 
 
 def make_generation(epoch: int, attempt: int) -> int:

@@ -7,7 +7,7 @@ InvalidIdError and the reason, before anything acts on it (F38). Sizes are bytes
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,12 +28,15 @@ from replicator.decide.types import (
 from replicator.errors import ConfigError, CorruptObjectError, DeadlineExceededError, InvalidIdError, ReplicatorError
 from replicator.ids import (
     MAX_EPOCH,
+    AgreedPlacement,
     CheckpointContainerId,
     ContainerVersion,
+    Labels,
     NodeAddress,
     NodeIdentity,
     ObjectVersion,
     validate_job,
+    validate_labels,
     validate_node_id,
     validate_object_name,
 )
@@ -169,13 +172,45 @@ def identity_from_pb(message: types_pb2.NodeIdentity) -> NodeIdentity:
     return NodeIdentity(message.node_id, message.incarnation)
 
 
+def labels_to_pb(labels: Labels) -> list[types_pb2.DomainLabel]:
+    return [types_pb2.DomainLabel(level=level, value=value) for level, value in labels]
+
+
+def labels_from_pb(messages: Iterable[types_pb2.DomainLabel]) -> Labels:
+    """Raises InvalidIdError."""
+    return validate_labels(tuple((label.level, label.value) for label in messages))
+
+
+def placement_to_pb(placement: AgreedPlacement) -> types_pb2.Placement:
+    return types_pb2.Placement(
+        strategy=placement.strategy,
+        groups=[types_pb2.NodeList(node_ids=group) for group in placement.groups],
+        buddies=[types_pb2.NodeBuddies(node_id=node, buddy_node_ids=chosen) for node, chosen in placement.buddies],
+    )
+
+
+def placement_from_pb(message: types_pb2.Placement) -> AgreedPlacement | None:
+    """None when no strategy is named. Raises InvalidIdError."""
+    if not message.strategy:
+        return None
+    return AgreedPlacement.checked(
+        message.strategy,
+        (group.node_ids for group in message.groups),
+        ((one.node_id, one.buddy_node_ids) for one in message.buddies),
+    )
+
+
 def node_address_to_pb(node: NodeAddress) -> types_pb2.NodeAddress:
-    return types_pb2.NodeAddress(identity=identity_to_pb(node.identity), grpc_address=node.grpc_address)
+    return types_pb2.NodeAddress(
+        identity=identity_to_pb(node.identity), grpc_address=node.grpc_address, labels=labels_to_pb(node.labels)
+    )
 
 
 def node_address_from_pb(message: types_pb2.NodeAddress) -> NodeAddress:
     """Raises InvalidIdError, also for an address that is not `host:port`."""
-    return NodeAddress(identity_from_pb(message.identity), validate_address(message.grpc_address))
+    return NodeAddress(
+        identity_from_pb(message.identity), validate_address(message.grpc_address), labels_from_pb(message.labels)
+    )
 
 
 def validate_address(address: str) -> str:

@@ -25,6 +25,10 @@ SAMPLES: dict[str, Any] = {
     "insecure": True,
     "peers": ("10.0.0.1:7070", "[fd00::1]:7070"),
     "replicas": 2,
+    "labels": (("zone", "eu-1a"), ("rack", "r7")),
+    "domain_levels": ("rack", "zone"),
+    "placement": "explicit",
+    "placement_map": (("n0", ("n1", "n,2")), ("n1", ("n0",))),
     "mount_size": 1 << 34,
     "budget_bytes": 1 << 30,
     "prefault_bytes": 1 << 32,
@@ -51,6 +55,10 @@ TLS = {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_ca": "/a.pem"}
 
 
 def text_of(value: Any) -> str:
+    if value == SAMPLES["labels"]:
+        return "zone=eu-1a, rack=r7,slice="
+    if value == SAMPLES["placement_map"]:
+        return '{"n1": ["n0"], "n0": ["n1", "n,2"]}'
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -58,6 +66,8 @@ def toml_of(values: dict[str, Any]) -> str:
     def literal(value: Any) -> str:
         if isinstance(value, bool):
             return str(value).lower()
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
+            return "{" + ", ".join(f"{key} = {literal(one)}" for key, one in value) + "}"
         if isinstance(value, tuple):
             return "[" + ", ".join(f'"{item}"' for item in value) + "]"
         return f'"{value}"' if isinstance(value, str) else repr(value)
@@ -78,7 +88,22 @@ def test_file_environment_and_flags_agree(tmp_path: Path) -> None:
     assert load_config(environ={"REPLICATOR_AGENT_CONFIG": str(file)}) == expected
     assert load_config(environ={f"REPLICATOR_{k.upper()}": text_of(v) for k, v in SAMPLES.items()}) == expected
     assert load_config(flags={k: text_of(v) for k, v in SAMPLES.items()}, environ={}) == expected
-    assert load_config(flags=SAMPLES, environ={}) == expected
+    assert load_config(flags={**SAMPLES, **tables_of(SAMPLES)}, environ={}) == expected
+
+
+def tables_of(values: dict[str, Any]) -> dict[str, Any]:
+    """As a TOML file gives them."""
+    buddies = {node: list(chosen) for node, chosen in values["placement_map"]}
+    return {"labels": dict(values["labels"]), "placement_map": buddies}
+
+
+def test_labels_are_in_the_order_of_the_levels() -> None:
+    labels = "zone=a,rack=7"
+    assert load_config({"labels": labels}, {}).node_labels == (("zone", "a"), ("rack", "7"))
+    assert load_config({"labels": labels, "domain_levels": "rack,zone"}, {}).node_labels == (
+        ("rack", "7"),
+        ("zone", "a"),
+    )
 
 
 def test_later_origin_wins(tmp_path: Path) -> None:
@@ -144,6 +169,21 @@ def test_missing_file(tmp_path: Path) -> None:
         ("peers = [1]", "peers expects a list of addresses"),
         ("peers = 1", "peers expects a list of addresses"),
         ("replicas = -1", "replicas: expected 0 or more"),
+        ('labels = "zone"', "labels expects a table, or text like zone=a,rack=r7, found 'zone'"),
+        ("labels = {zone = 1}", "labels expects a table"),
+        ('labels = "zone=a b"', "labels: expected levels and values of letters"),
+        ('labels = "zone=a,zone=b"', "labels: expected at most 16 levels, each once"),
+        (
+            'labels = "zone=a"\ndomain_levels = ["rack"]',
+            r"labels: expected levels of domain_levels \(rack\), found zone",
+        ),
+        ("domain_levels = 1", "domain_levels expects a list of names"),
+        ('placement = "star"', "placement: expected one of group, pairwise, ring, explicit, found 'star'"),
+        ('placement = "explicit"', "placement_map: expected one exactly with placement = 'explicit', found"),
+        ('placement_map = {n0 = ["n1"]}', "found placement = 'group' with one"),
+        ('placement_map = "{"', 'placement_map expects a table or JSON object like {"n0": '),
+        ("placement_map = {n0 = 1}", "placement_map expects a table"),
+        ('placement_map = {n0 = ["a/b"]}', "placement_map: node id contains '/'"),
         ("keep_last = 0", "keep_last: expected 1 or more"),
         ("connections_per_peer = 0", "connections_per_peer: expected 1 or more"),
         ("budget_bytes = -1", "budget_bytes: expected 0 or at least 1048576, found -1"),

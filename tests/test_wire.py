@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Iterable
 from concurrent import futures
 from pathlib import Path
@@ -34,7 +35,14 @@ from replicator.errors import (
     StaleEpochError,
     UnsupportedError,
 )
-from replicator.ids import CheckpointContainerId, ContainerVersion, NodeAddress, NodeIdentity, make_generation
+from replicator.ids import (
+    AgreedPlacement,
+    CheckpointContainerId,
+    ContainerVersion,
+    NodeAddress,
+    NodeIdentity,
+    make_generation,
+)
 from replicator.native import block_crcs, combine_blocks, crc32c
 from replicator.store.trailer import ObjectInfo
 from replicator.v1 import types_pb2
@@ -64,12 +72,33 @@ MANIFEST = Manifest(
 
 def test_ids_and_addresses_come_back_as_they_were() -> None:
     """F14: step 0 is a step."""
-    address = NodeAddress(NODE, "[::1]:7070")
+    address = NodeAddress(NODE, "[::1]:7070", (("zone", "eu-1a"), ("topology.kubernetes.io/rack", "r:7")))
     assert wire.version_from_pb(wire.version_to_pb(VERSION)) == VERSION
     assert wire.object_from_pb(wire.object_to_pb(INFO.object)) == INFO.object
-    assert wire.node_address_from_pb(wire.node_address_to_pb(address)) == address
+    back = wire.node_address_from_pb(wire.node_address_to_pb(address))
+    assert (back, back.labels) == (address, address.labels)
     sender = wire.Sender(NODE, "job-1", 3)
     assert wire.sender_from_pb(wire.sender_to_pb(sender)) == sender
+
+
+def test_a_placement_comes_back_and_is_checked() -> None:
+    """F37, F38: names of nodes are validated before anything is done with them."""
+    for placement in (
+        AgreedPlacement("group", (("a", "b"), ("c", "d"))),
+        AgreedPlacement("explicit", (), (("a", ("b",)), ("b", ("a",)))),
+    ):
+        assert wire.placement_from_pb(wire.placement_to_pb(placement)) == placement
+        assert AgreedPlacement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    assert wire.placement_from_pb(types_pb2.Placement()) is None
+    for message in (
+        types_pb2.Placement(strategy="group", groups=[types_pb2.NodeList(node_ids=["../x"])]),
+        types_pb2.Placement(strategy="explicit", buddies=[types_pb2.NodeBuddies(node_id="a", buddy_node_ids=[""])]),
+        types_pb2.Placement(strategy="a/b"),
+    ):
+        with pytest.raises(InvalidIdError):
+            wire.placement_from_pb(message)
+    with pytest.raises(InvalidIdError):
+        wire.labels_from_pb([types_pb2.DomainLabel(level="zone", value="a b")])
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "/abs", "a//b", "a/../b", "", "a\0b", "x" * 201, "a b", "ü"])

@@ -24,6 +24,7 @@ def node(address: types_pb2.NodeAddress) -> View:
         "node_id": address.identity.node_id,
         "incarnation": f"{address.identity.incarnation:016x}",
         "grpc_address": address.grpc_address,
+        "labels": {label.level: label.value for label in address.labels},
     }
 
 
@@ -82,6 +83,7 @@ def job(reply: admin_pb2.JobStatus) -> View:
         "replicas": reply.replicas,
         "members": [node(member) for member in reply.members],
         "buddy_node_ids": list(reply.buddy_node_ids),
+        "placement": reply.placement or None,
         "newest_committed_step": reply.newest_committed_step if reply.has_committed else None,
         "newest_protected_step": reply.newest_protected_step if reply.has_protected else None,
         "skipped": reply.skipped,

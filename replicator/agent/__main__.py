@@ -64,6 +64,8 @@ def _metavar(kind: Any, metadata: Any) -> str:
         return "|".join(metadata["choices"])
     if metadata.get("size"):
         return "SIZE"
+    if "kind" in metadata:
+        return {"labels": "LEVEL=VALUE,...", "names": "NAME,...", "map": "JSON"}[metadata["kind"]]
     return {int: "N", float: "SECONDS", str: "TEXT"}.get(kind, "HOST:PORT,...")
 
 

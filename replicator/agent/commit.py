@@ -31,7 +31,6 @@ from replicator.agent.skipping import Skipping
 from replicator.agent.threads import run_to_end
 from replicator.config import AgentConfig
 from replicator.decide.backpressure import plan_skips
-from replicator.decide.placement import buddies
 from replicator.decide.types import HeldObject, Manifest, listed, recency
 from replicator.errors import (
     CommitError,
@@ -349,15 +348,13 @@ class Committer:
     def _why_not_protected(self, entry: _Open, limit_s: float) -> ReplicationError:
         version = entry.manifest.version
         job = version.container.job
-        members = [node.node_id for node in self._jobs.members(job)]
+        buddies = self._jobs.placement(job).buddies
         reasons = []
         for owner in entry.missing_owners():
             if owner == self._address.node_id:
                 whom = list(self._own_copies.lacking(version))
-            elif owner in members:
-                whom = list(buddies(owner, members, self._jobs.replicas(job)).node_ids)
             else:
-                whom = []
+                whom = list(buddies.get(owner, ()))
             reasons.append(f"objects of {owner} by {listed(whom) or 'its buddies'}")
         return ReplicationError(
             f"{version} is committed and not protected: for {limit_s:.1f} s nothing of it was acknowledged, and still "

@@ -156,6 +156,7 @@ class Agent:
         from replicator.agent.counters import Counters
         from replicator.agent.jobs import Jobs
         from replicator.agent.local_service import LocalServicer
+        from replicator.agent.placing import PlacementChoice
         from replicator.agent.published import Published, publish, socket_path, withdraw
         from replicator.agent.servers import LOCAL_SERVICES, PEER_SERVICES, Server
         from replicator.store.client_lock import is_client_alive
@@ -170,8 +171,9 @@ class Agent:
         grpc_address = peer_server.listen_tcp(self.config)
         self._undo.push_async_callback(peer_server.stop, 0)
         identity = NodeIdentity(self.config.node_id, secrets.randbits(64))
-        address = NodeAddress(identity, grpc_address)
-        jobs = Jobs(self.store, address, self.config.replicas)
+        address = NodeAddress(identity, grpc_address, self.config.node_labels)
+        choice = PlacementChoice(self.config.placement, self.config.placement_map)
+        jobs = Jobs(self.store, address, self.config.replicas, choice)
         self.core = build_core(self.config, address, self.store, jobs, Counters())
         self._undo.push_async_callback(self.core.close)
 

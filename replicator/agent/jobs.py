@@ -15,11 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from replicator.decide.placement import Buddies, buddies
+from replicator.agent.placing import PlacementChoice, Placing, labels_of
+from replicator.decide.placement import Buddies, Placement, Preference, note
 from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError, StoreFullError
 from replicator.ids import (
     MAX_ATTEMPT,
     MAX_EPOCH,
+    AgreedPlacement,
     CheckpointContainerId,
     ContainerVersion,
     NodeAddress,
@@ -43,11 +45,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpochAnswer:
-    """What a peer knows of a job: the highest epoch (0: job unknown) and the members."""
+    """What a peer knows of a job: the highest epoch (0: job unknown), the members, and of which epoch these are."""
 
     node: NodeAddress
     highest_epoch: int
     known_members: tuple[NodeAddress, ...] = ()
+    members_epoch: int = 0
 
 
 class EpochAsker(Protocol):
@@ -74,12 +77,20 @@ class Jobs:
         store: where states are persisted.
         address: of this agent, which is a member of every job its ranks run.
         replicas: copies wanted for a job that no rank has joined yet.
+        choice: of this node's settings.
+
+    Attributes:
+        placing: where copies go, and may go.
     """
 
-    def __init__(self, store: JobStore, address: NodeAddress, replicas: int) -> None:
+    def __init__(
+        self, store: JobStore, address: NodeAddress, replicas: int, choice: PlacementChoice | None = None
+    ) -> None:
         self._store = store
         self._address = address
         self._replicas = replicas
+        self.placing = Placing(address.node_id, replicas, choice or PlacementChoice())
+        self._elders: dict[str, tuple[int, NodeAddress]] = {}
         self._states: dict[str, JobState] = {}
         self._attempts: dict[str, tuple[int, int]] = {}
         self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -121,17 +132,37 @@ class Jobs:
         state = self._states.get(job)
         return () if state is None else state.members + state.remembered
 
-    def buddies(self, job: str) -> Buddies:
-        """Where this node's objects of the job are copied to; none, with a note, while it is no member of the job."""
-        me = self._address.node_id
-        if not self.is_member(job):
-            return Buddies((), f"Node {me} is not a member of job {job}, so nothing of it is copied to other nodes.")
-        return buddies(me, [member.node_id for member in self.members(job)], self.replicas(job))
+    def buddies(self, job: str) -> tuple[str, ...]:
+        """Where this node's objects of the job are copied to; none while it is no member of the job."""
+        return self.placement(job).buddies.get(self._address.node_id, ())
 
     def buddy_addresses(self, job: str) -> tuple[NodeAddress, ...]:
         """The addresses of `buddies(job)`, in the same order."""
         known = {member.node_id: member for member in self.members(job)}
-        return tuple(known[node_id] for node_id in self.buddies(job).node_ids)
+        return tuple(known[node_id] for node_id in self.buddies(job))
+
+    def placement(self, job: str) -> Placement:
+        """Where the copies of every member go: as agreed for the newest epoch that was joined here."""
+        return self.placing.of(self._state(job))
+
+    def preference(self, job: str) -> Preference:
+        """In which order members hold what a node owns, also when its buddies are lost."""
+        return Preference(self.placement(job), labels_of(self.members(job)))
+
+    def agreed(self, job: str) -> AgreedPlacement | None:
+        """The placement of the newest epoch whose members are known here, to be carried to others."""
+        state = self._states.get(job)
+        return None if state is None else state.placement
+
+    def members_epoch(self, job: str) -> int:
+        """The newest epoch whose members are known here; 0: none."""
+        state = self._states.get(job)
+        return 0 if state is None else state.members_epoch
+
+    def elder(self, job: str) -> NodeAddress | None:
+        """The node that knew the members of a later epoch than this one does, when the job was opened here."""
+        epoch, node = self._elders.get(job, (0, self._address))
+        return node if epoch > self.members_epoch(job) else None
 
     def check(self, job: str, epoch: int) -> None:
         """Let a message of the job's incarnation `epoch` through; one of a newer incarnation supersedes what is known.
@@ -207,6 +238,9 @@ class Jobs:
                     f"job {job}: other incarnations opened it at the same time, {_OPEN_ROUNDS} times in a row; let "
                     "only one of them run"
                 )
+            elder = max(found.values(), key=lambda answer: (answer.members_epoch, answer.node), default=None)
+            if elder is not None:
+                self._elders[job] = elder.members_epoch, elder.node
             self.learn(job, [answer.node for answer in found.values()], first_hand=True)
             self.learn(job, [node for answer in found.values() for node in answer.known_members])
             log.info(
@@ -215,16 +249,35 @@ class Jobs:
             )
             return opened
 
-    def join(self, job: str, epoch: int, members: Sequence[NodeAddress], replicas: int) -> Buddies:
+    def join(
+        self,
+        job: str,
+        epoch: int,
+        members: Sequence[NodeAddress],
+        replicas: int,
+        agreed: AgreedPlacement | None = None,
+    ) -> Buddies:
         """Enter the epoch with its members, and get this node's buddies. Idempotent.
+
+        Args:
+            agreed: what the epoch was opened with; None: what follows from the members and this node's settings.
 
         Raises:
             StaleEpochError: a newer epoch is known, or this one was joined with other nodes.
-            ConfigError: this node is not among the members, two of them have one name, or they are too many.
+            ConfigError: this node is not among the members, two of them have one name, or they are too many; or the
+                placement is not one of these members, not what this node is configured with, or not what others of
+                its ranks joined with.
         """
         joining = self._members(job, members)
         if replicas < 0:
             raise ConfigError(f"replicas: expected 0 or more, found {replicas}")
+        labels = labels_of(joining)
+        again = self.members_epoch(job) == epoch and labels.keys() == labels_of(self.members(job)).keys()
+        if agreed is None and again and self.replicas(job) == replicas:
+            agreed = self.agreed(job)
+        if agreed is None:
+            agreed = self.placing.arrange(joining, replicas)
+        self.placing.check(job, agreed, labels, replicas)
         self.check(job, epoch)
         state = self._state(job)
         if state.members_epoch == epoch:
@@ -235,15 +288,20 @@ class Jobs:
                     f"{_listed(now)}: two incarnations hold one epoch; let rank 0 of the one that is to run open the "
                     "job again"
                 )
+            if state.replicas == replicas and state.placement not in (None, agreed):
+                raise ConfigError(
+                    f"job {job}: epoch {epoch} was joined here with another placement than now, {agreed.strategy!r}; "
+                    "let all ranks join with what the job was opened with"
+                )
             # Known since the epoch began; addresses that changed meanwhile were learned first hand.
             joining = self._with_me(state.members)
         remembered = _without(_merged(state.members, state.remembered), joining)[:MAX_REMEMBERED]
         joined = dataclasses.replace(
-            state, members=joining, members_epoch=epoch, remembered=remembered, replicas=replicas
+            state, members=joining, members_epoch=epoch, remembered=remembered, replicas=replicas, placement=agreed
         )
         if joined != state:
             self._put(joined)
-        return self.buddies(job)
+        return Buddies(self.buddies(job), note(self.placement(job), self._address.node_id, labels))
 
     def learn(self, job: str, nodes: Iterable[NodeAddress], *, first_hand: bool = False) -> None:
         """Remember nodes of a known job. Only what a node said of itself (`first_hand`) changes its address."""

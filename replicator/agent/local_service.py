@@ -23,7 +23,7 @@ from replicator.errors import (
     ReplicatorError,
     StoreError,
 )
-from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
+from replicator.ids import AgreedPlacement, ContainerVersion, NodeAddress, ObjectVersion
 from replicator.v1 import local_pb2, local_pb2_grpc
 from replicator.version import version
 
@@ -57,6 +57,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
                 root=str(self._core.store.paths.root),
                 grpc_address=self._core.address.grpc_address,
                 version=version(),
+                labels=wire.labels_to_pb(self._core.address.labels),
             )
             await context.write(local_pb2.AttachEvent(attached=attached))
             while True:
@@ -76,10 +77,18 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         """A new epoch, above all that this node and its peers know."""
         members = [wire.node_address_from_pb(member) for member in request.members]
         limit = deadline_s(request.deadline_ms, self._core.config.lookup_deadline_s)
-        epoch = await self._core.jobs.open_job(
+        wanted = wire.placement_from_pb(request.placement)
+        jobs = self._core.jobs
+        epoch = await jobs.open_job(
             request.job, members, self._core.peers.configured, self._core.peers.ask_epoch, limit
         )
-        return local_pb2.OpenJobReply(epoch=epoch)
+        reply = local_pb2.OpenJobReply(epoch=epoch)
+        if members:
+            previous = await self._previous_placement(request.job, limit)
+            replicas = request.replicas if request.HasField("replicas") else None
+            agreed = await asyncio.to_thread(jobs.placing.arrange, members, replicas, wanted, previous)
+            reply.placement.CopyFrom(wire.placement_to_pb(agreed))
+        return reply
 
     @handler
     async def JoinJob(self, request: local_pb2.JoinJobRequest, context: Context) -> local_pb2.JoinJobReply:
@@ -87,7 +96,8 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         members = [wire.node_address_from_pb(member) for member in request.members]
         if not members:
             members = await self._configured_members(request.job)
-        found = self._core.jobs.join(request.job, request.epoch, members, request.replicas)
+        agreed = wire.placement_from_pb(request.placement)
+        found = self._core.jobs.join(request.job, request.epoch, members, request.replicas, agreed)
         self._core.committer.joined(request.job)
         log.info(
             "job joined",
@@ -311,6 +321,19 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
             except ReplicatorError as error:
                 failures.append(f"{one}: {error}")
         return failures
+
+    async def _previous_placement(self, job: str, limit_s: float) -> AgreedPlacement | None:
+        """Of the epoch before, from whoever knows the last one; what is known here when that one is silent."""
+        jobs = self._core.jobs
+        elder = jobs.elder(job)
+        if elder is not None:
+            try:
+                return await self._core.peers.ask_placement(job, elder, limit_s / 4)
+            except ReplicatorError as error:
+                log.warning(
+                    "the last placement is not told", extra={"job": job, "peer": elder.node_id, "reason": error}
+                )
+        return jobs.agreed(job)
 
     async def _configured_members(self, job: str) -> list[NodeAddress]:
         limit = self._core.config.lookup_deadline_s

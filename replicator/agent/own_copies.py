@@ -146,7 +146,7 @@ class OwnCopies:
             nonlocal told
             # A buddy that was replaced meanwhile has nothing any more: then its copies are made again first.
             job = version.container.job
-            await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job).node_ids))
+            await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job)))
             if self._missing(version, held):
                 return
             reach("protect.reporting")

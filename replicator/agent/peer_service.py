@@ -33,11 +33,13 @@ from replicator.wire import (
     info_to_pb,
     inventory_to_pb,
     join_manifest,
+    labels_to_pb,
     manifest_chunks,
     node_address_from_pb,
     node_address_to_pb,
     object_from_pb,
     offer_failure,
+    placement_to_pb,
     sender_from_pb,
     validate_address,
     version_from_pb,
@@ -90,13 +92,18 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         if sender.job and request.grpc_address:
             self._look_at(sender, validate_address(request.grpc_address))
         members = core.jobs.everyone(sender.job) if sender.job else ()
-        return peer_pb2.HelloReply(
+        reply = peer_pb2.HelloReply(
             node=identity_to_pb(core.identity),
             bulk_address=core.bulk_address,
             version=own_version(),
             highest_epoch=core.jobs.epoch(sender.job) if sender.job else 0,
             known_members=[node_address_to_pb(node) for node in members],
+            labels=labels_to_pb(core.address.labels),
+            members_epoch=core.jobs.members_epoch(sender.job) if sender.job else 0,
         )
+        if request.want_placement and (agreed := core.jobs.agreed(sender.job)) is not None:
+            reply.placement.CopyFrom(placement_to_pb(agreed))
+        return reply
 
     @_served
     async def Offer(self, request: peer_pb2.OfferRequest, context: Context) -> None:

@@ -21,13 +21,15 @@ from replicator.agent.jobs import EpochAnswer, Jobs
 from replicator.agent.link import Link, LinkBrokenError
 from replicator.config import AgentConfig
 from replicator.errors import DeadlineExceededError, InvalidIdError, PeerUnavailableError
-from replicator.ids import NodeAddress, NodeIdentity
+from replicator.ids import AgreedPlacement, NodeAddress, NodeIdentity
 from replicator.v1 import peer_pb2
 from replicator.wire import (
     Sender,
     identity_from_pb,
     identity_to_pb,
+    labels_from_pb,
     node_address_from_pb,
+    placement_from_pb,
     sender_to_pb,
     validate_address,
 )
@@ -96,7 +98,21 @@ class PeerDirectory:
         for message in reply.known_members:
             with contextlib.suppress(InvalidIdError):
                 members.append(node_address_from_pb(message))
-        return EpochAnswer(NodeAddress(identity_from_pb(reply.node), address), reply.highest_epoch, tuple(members))
+        node = NodeAddress(identity_from_pb(reply.node), address, labels_from_pb(reply.labels))
+        return EpochAnswer(node, reply.highest_epoch, tuple(members), reply.members_epoch)
+
+    async def ask_placement(self, job: str, node: NodeAddress, deadline_s: float) -> AgreedPlacement | None:
+        """The placement of the newest epoch whose members the node knows, or None. Raises like `unary`."""
+        request = peer_pb2.HelloRequest(sender=sender_to_pb(self.sender_of(job)), want_placement=True)
+        reply = await self.unary(
+            node,
+            "PeerService/Hello",
+            request,
+            peer_pb2.HelloReply,
+            awaited=f"the placement of job {job}",
+            deadline_s=deadline_s,
+        )
+        return placement_from_pb(reply.placement)
 
     @property
     def configured(self) -> tuple[str, ...]:
@@ -345,7 +361,7 @@ class PeerDirectory:
 
     def _meet(self, link: Link, reply: peer_pb2.HelloReply) -> None:
         """Somebody answered at the link's address."""
-        node = NodeAddress(identity_from_pb(reply.node), link.address)
+        node = NodeAddress(identity_from_pb(reply.node), link.address, labels_from_pb(reply.labels))
         link.node = node
         link.bulk_address = validate_address(reply.bulk_address) if reply.bulk_address else ""
         before = self._met.pop(node.node_id, None)

@@ -109,7 +109,7 @@ class Replicator:
         job = jobs.pop()
         self._jobs.check(job, epoch)
         infos = [self._require(one) for one in objects]
-        chosen = self._jobs.buddies(job).node_ids
+        chosen = self._jobs.buddies(job)
         waiting = sum(len(queue) for queue in self._queues.values())
         if waiting + len(infos) * len(chosen) > MAX_PENDING:
             raise ReplicationError(
@@ -144,13 +144,13 @@ class Replicator:
         if not self._jobs.is_member(job):
             return [version.object(name) for name in names]
         acks = self._acks.get(version, {})
-        buddies = self._jobs.buddies(job).node_ids
+        buddies = self._jobs.buddies(job)
         return [version.object(name) for name in names if any((name, buddy) not in acks for buddy in buddies)]
 
     def lacking(self, version: ContainerVersion, names: Iterable[str]) -> tuple[str, ...]:
         """The buddies of this node that did not acknowledge all of these objects."""
         acks = self._acks.get(version, {})
-        buddies = self._jobs.buddies(version.container.job).node_ids
+        buddies = self._jobs.buddies(version.container.job)
         wanted = list(names)
         return tuple(buddy for buddy in buddies if any((name, buddy) not in acks for name in wanted))
 

@@ -15,7 +15,6 @@ from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
 from replicator.agent.manifests import Manifests
 from replicator.config import AgentConfig
-from replicator.decide.placement import buddies
 from replicator.decide.retention import Drop, RetentionView, plan_retention
 from replicator.decide.types import Manifest, describe, recency
 from replicator.ids import ContainerVersion, NodeAddress
@@ -157,15 +156,9 @@ class Retention:
     def _is_complete(self, manifest: Manifest) -> bool:
         """Whether this node has everything of the container that placement gives it."""
         job = manifest.version.container.job
-        members = [node.node_id for node in self._jobs.members(job)]
-        replicas = self._jobs.replicas(job)
+        buddies = self._jobs.placement(job).buddies
         owners = {entry.owner_node_id for entry in manifest.entries}
-        mine = {
-            owner
-            for owner in owners
-            if owner == self._node_id
-            or (owner in members and self._node_id in buddies(owner, members, replicas).node_ids)
-        }
+        mine = {owner for owner in owners if owner == self._node_id or self._node_id in buddies.get(owner, ())}
         held = self._store.objects(manifest.version)
         for entry in manifest.entries:
             if entry.owner_node_id in mine:

@@ -76,7 +76,7 @@ def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:
         job=job,
         epoch=core.jobs.epoch(job),
         members=[wire.node_address_to_pb(member) for member in core.jobs.members(job)],
-        buddy_node_ids=core.jobs.buddies(job).node_ids,
+        buddy_node_ids=core.jobs.buddies(job),
         replicas=core.jobs.replicas(job),
         has_committed=committed is not None,
         newest_committed_step=committed or 0,
@@ -84,6 +84,7 @@ def _job_status(core: AgentCore, job: str) -> admin_pb2.JobStatus:
         newest_protected_step=protected or 0,
         skipped=skipped,
         skipped_steps=skipped_steps,
+        placement=core.jobs.placement(job).strategy,
     )
 
 

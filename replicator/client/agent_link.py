@@ -27,6 +27,7 @@ from replicator.store.client_lock import ClientLock
 from replicator.store.paths import open_root
 from replicator.v1 import local_pb2
 from replicator.version import version
+from replicator.wire import labels_from_pb
 
 logger = logging.getLogger("replicator.client")
 
@@ -115,7 +116,11 @@ class AgentLink:
     def node(self) -> NodeAddress:
         """This node as its peers reach it. Changes when the agent is restarted."""
         attached = self._attached
-        return NodeAddress(NodeIdentity(attached.node.node_id, attached.node.incarnation), attached.grpc_address)
+        return NodeAddress(
+            NodeIdentity(attached.node.node_id, attached.node.incarnation),
+            attached.grpc_address,
+            labels_from_pb(attached.labels),
+        )
 
     @property
     def connected(self) -> bool:

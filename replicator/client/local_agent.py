@@ -26,9 +26,15 @@ from replicator.errors import (
     StaleEpochError,
 )
 from replicator.faultpoints import reach
-from replicator.ids import NodeAddress, ObjectVersion
+from replicator.ids import AgreedPlacement, NodeAddress, ObjectVersion
 from replicator.v1 import local_pb2
-from replicator.wire import manifest_to_pb, node_address_to_pb, object_to_pb
+from replicator.wire import (
+    manifest_to_pb,
+    node_address_to_pb,
+    object_to_pb,
+    placement_from_pb,
+    placement_to_pb,
+)
 
 # Names of so many objects fit a message of gRPC's 4 MiB, however long they are.
 MAX_OBJECTS_PER_CALL = 4096
@@ -61,20 +67,51 @@ class LocalAgent(AgentLink):
 
     # -- the job
 
-    def open_job(self, job: str, members: Sequence[NodeAddress], deadline_s: float) -> int:
-        """The epoch of a new incarnation of the job: above all that any member knows. Waits for members."""
+    def open_job(
+        self,
+        job: str,
+        members: Sequence[NodeAddress],
+        deadline_s: float,
+        replicas: int | None = None,
+        placement: AgreedPlacement | None = None,
+    ) -> tuple[int, AgreedPlacement | None]:
+        """The epoch of a new incarnation of the job, above all that any member knows, and where copies go in it.
+
+        Waits for members. All ranks are to join with what is returned.
+
+        Args:
+            replicas, placement: what the job wants; None: what the agent is configured with.
+        """
         request = local_pb2.OpenJobRequest(
-            job=job, members=[node_address_to_pb(member) for member in members], deadline_ms=int(deadline_s * 1000)
+            job=job,
+            members=[node_address_to_pb(member) for member in members],
+            deadline_ms=int(deadline_s * 1000),
+            replicas=replicas,
+            placement=None if placement is None else placement_to_pb(placement),
         )
         awaited = f"a new epoch of job {job}"
         wait_s = deadline_s + self.call_deadline_s
-        return self.call_patiently("OpenJob", request, local_pb2.OpenJobReply, wait_s, awaited).epoch
+        reply = self.call_patiently("OpenJob", request, local_pb2.OpenJobReply, wait_s, awaited)
+        return reply.epoch, placement_from_pb(reply.placement)
 
-    def join_job(self, job: str, epoch: int, members: Sequence[NodeAddress], replicas: int) -> str:
+    def join_job(
+        self,
+        job: str,
+        epoch: int,
+        members: Sequence[NodeAddress],
+        replicas: int,
+        placement: AgreedPlacement | None = None,
+    ) -> str:
         """Enter the epoch; a note about buddies, or "". Repeated by itself when the agent is restarted."""
         own = self.node
         nodes = [node_address_to_pb(own if member.node_id == own.node_id else member) for member in members]
-        request = local_pb2.JoinJobRequest(job=job, epoch=epoch, members=nodes, replicas=replicas)
+        request = local_pb2.JoinJobRequest(
+            job=job,
+            epoch=epoch,
+            members=nodes,
+            replicas=replicas,
+            placement=None if placement is None else placement_to_pb(placement),
+        )
         reply = self.call_patiently(
             "JoinJob", request, local_pb2.JoinJobReply, self.deadline_s, f"entry into job {job}"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from replicator.config import split_address
 from replicator.errors import ConfigError
-from replicator.ids import NodeAddress, NodeIdentity
+from replicator.ids import AgreedPlacement, Labels, NodeAddress, NodeIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,23 @@ class Presence:
     grpc_address: str
     host: str  # for people
     network: str  # two processes of the same one reach each other's loopback addresses
+    labels: Labels = ()
+    placement: AgreedPlacement | None = None  # that this rank wants
 
     @property
     def node(self) -> NodeAddress:
-        return NodeAddress(NodeIdentity(self.node_id, self.incarnation), self.grpc_address)
+        return NodeAddress(NodeIdentity(self.node_id, self.incarnation), self.grpc_address, self.labels)
 
     def to_json(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
+        placement = None if self.placement is None else self.placement.to_json()
+        return json.dumps({**dataclasses.asdict(self), "placement": placement}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Presence:
-        return cls(**json.loads(data))
+        found = json.loads(data)
+        found["labels"] = tuple((level, value) for level, value in found["labels"])
+        found["placement"] = None if found["placement"] is None else AgreedPlacement.from_json(found["placement"])
+        return cls(**found)
 
 
 def here() -> tuple[str, str]:
@@ -55,8 +61,8 @@ def members(presences: Sequence[Presence]) -> tuple[NodeAddress, ...]:
     """The nodes of the job, sorted by name.
 
     Raises:
-        ConfigError: ranks disagree on the job or its replicas, two agents have one name, or agents on different
-            machines advertise loopback addresses.
+        ConfigError: ranks disagree on the job, its replicas or its placement, two agents have one name, or agents on
+            different machines advertise loopback addresses.
     """
     first = presences[0]
     nodes: dict[str, Presence] = {}
@@ -70,6 +76,12 @@ def members(presences: Sequence[Presence]) -> tuple[NodeAddress, ...]:
             raise ConfigError(
                 f"rank {first.rank} wants {first.replicas} replicas and rank {one.rank} wants {one.replicas}; "
                 "give all ranks the same number"
+            )
+        if one.placement != first.placement:
+            wanted = [who.placement.strategy if who.placement else "none of its own" for who in (first, one)]
+            raise ConfigError(
+                f"rank {first.rank} wants the placement {wanted[0]} and rank {one.rank} {wanted[1]}"
+                f"{', with another map' if wanted[0] == wanted[1] else ''}; give all ranks the same"
             )
         known = nodes.setdefault(one.node_id, one)
         if known.node != one.node:

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from replicator.errors import AgentUnavailableError, ConfigError, DeadlineExceed
 from replicator.faultpoints import reach
 from replicator.ids import (
     MAX_ATTEMPT,
+    AgreedPlacement,
     CheckpointContainerId,
     ContainerVersion,
     NodeAddress,
@@ -65,6 +66,7 @@ class SessionSpec:
     auto_start: bool
     idle_exit_s: float | None
     backpressure: str = "skip"
+    placement: AgreedPlacement | None = None
     nonce: str = ""  # known to all ranks of this incarnation, and never used before
 
 
@@ -333,7 +335,7 @@ def attach(spec: SessionSpec) -> Session:
         return known
     agent = LocalAgent(spec.root, deadline_s=spec.deadline_s, auto_start=spec.auto_start, idle_exit_s=spec.idle_exit_s)
     try:
-        agent.join_job(spec.job, spec.epoch, spec.members, spec.replicas)
+        agent.join_job(spec.job, spec.epoch, spec.members, spec.replicas, spec.placement)
         return Session(agent, spec)
     except BaseException:
         agent.close()
@@ -345,6 +347,7 @@ def init(
     *,
     root: str | Path | None = None,
     replicas: int | None = None,
+    placement: str | Mapping[str, Sequence[str]] | None = None,
     deadline_s: float | None = None,
     backpressure: str | None = None,
     process_group: Any = None,
@@ -361,6 +364,8 @@ def init(
         root: of the store on this node; default: REPLICATOR_ROOT, the directory of REPLICATOR_SOCKET, or
             /dev/shm/replicator-<uid>.
         replicas: copies on other nodes beside the owner's; default: REPLICATOR_REPLICAS, or 1.
+        placement: where copies go: "group", "pairwise" or "ring", or a map from each node to its buddies (see
+            docs/placement.md); default: REPLICATOR_PLACEMENT, or what the agents are configured with.
         deadline_s: the one knob for waits; default: REPLICATOR_DEADLINE_S, or 30.
         backpressure: of saves that come faster than their copies: `skip` or `block` (docs/configuration.md); default:
             REPLICATOR_BACKPRESSURE, or skip.
@@ -372,7 +377,14 @@ def init(
         ConfigError: contradicting settings, or agents that cannot reach each other.
         AgentUnavailableError, DeadlineExceededError: an agent or a rank did not come; with its name.
     """
-    config = load_config(_given(root=root, replicas=replicas, deadline_s=deadline_s, backpressure=backpressure))
+    given = {} if placement is None else {"placement": placement, "placement_map": ""}
+    if isinstance(placement, Mapping):
+        given = {
+            "placement": "explicit",
+            "placement_map": json.dumps({node: list(of) for node, of in placement.items()}),
+        }
+    config = load_config(_given(root=root, replicas=replicas, deadline_s=deadline_s, backpressure=backpressure, **given))
+    wanted = AgreedPlacement(config.placement, (), config.placement_map) if config.placement else None
     socket_path = os.environ.get("REPLICATOR_SOCKET", "")
     if root is None and socket_path:
         root = Path(socket_path).parent
@@ -401,18 +413,20 @@ def init(
             grpc_address=node.grpc_address,
             host=host,
             network=network,
+            labels=node.labels,
+            placement=wanted,
         ).to_json()
 
     def open_epoch(answers: Any) -> bytes:
         presences = [Presence.from_json(answer) for answer in answers]
         nodes = members(presences)
-        epoch = agents[0].open_job(name.job, nodes, config.lookup_deadline_s)
+        epoch, agreed = agents[0].open_job(name.job, nodes, config.lookup_deadline_s, config.replicas, wanted)
         by_name = {one.node_id: one for one in presences}
         by_node = [by_name[node.node_id].to_json().decode() for node in nodes]
-        return json.dumps([epoch, by_node, uuid.uuid4().hex]).encode()
+        return json.dumps([epoch, by_node, uuid.uuid4().hex, agreed.to_json() if agreed else None]).encode()
 
     try:
-        epoch, nodes, nonce = json.loads(ranks.agree("the epoch of the job", present, open_epoch, deadline))
+        epoch, nodes, nonce, agreed = json.loads(ranks.agree("the epoch of the job", present, open_epoch, deadline))
         spec = SessionSpec(
             root=str(agents[0].root),
             job=name.job,
@@ -423,12 +437,13 @@ def init(
             auto_start=bool(auto_start),
             idle_exit_s=idle_exit_s,
             backpressure=config.backpressure,
+            placement=None if agreed is None else AgreedPlacement.from_json(agreed),
             nonce=nonce,
         )
         notes: list[str] = []
 
         def join() -> bytes:
-            notes.append(agents[0].join_job(spec.job, spec.epoch, spec.members, spec.replicas))
+            notes.append(agents[0].join_job(spec.job, spec.epoch, spec.members, spec.replicas, spec.placement))
             return b""
 
         ranks.agree("every rank's entry into the job", join, lambda _: b"", deadline)

@@ -8,10 +8,19 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from replicator.config import split_address
 from replicator.errors import CorruptObjectError
-from replicator.ids import MAX_ATTEMPT, MAX_EPOCH, ContainerVersion, NodeAddress, NodeIdentity, validate_job
+from replicator.ids import (
+    MAX_ATTEMPT,
+    MAX_EPOCH,
+    AgreedPlacement,
+    ContainerVersion,
+    NodeAddress,
+    NodeIdentity,
+    validate_job,
+)
 from replicator.native import crc32c
 from replicator.small_json import parse_json
 from replicator.store.paths import StorePaths, read_small, walk_versions, write_atomic
@@ -27,8 +36,9 @@ _MAX_REPLICAS = 2**32 - 1  # as on the wire
 class JobState:
     """What a node remembers of a job over restarts of its agent.
 
-    `members` are those of `members_epoch`, the newest epoch that was joined here; `remembered` are other nodes, of
-    earlier epochs. Attempts of `epoch` up to `attempt` may have been given out.
+    `members` are those of `members_epoch`, the newest epoch that was joined here, and `placement` is theirs (None in
+    records of versions that had none); `remembered` are other nodes, of earlier epochs. Attempts of `epoch` up to
+    `attempt` may have been given out.
     """
 
     job: str
@@ -38,6 +48,7 @@ class JobState:
     members_epoch: int = 0
     remembered: tuple[NodeAddress, ...] = ()
     attempt: int = 0
+    placement: AgreedPlacement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +104,7 @@ class Records:
             "members_epoch": state.members_epoch,
             "remembered": _nodes_to_json(state.remembered),
             "attempt": state.attempt,
+            "placement": None if state.placement is None else state.placement.to_json(),
         }
         text = json.dumps({"crc32c": _json_crc(content), "state": content})
         write_atomic(self._paths.job(state.job), text.encode())
@@ -131,6 +143,7 @@ def _read_job(path: Path) -> JobState:
             members_epoch=_number(found["members_epoch"], MAX_EPOCH),
             remembered=_nodes_from_json(found["remembered"]),
             attempt=_number(found["attempt"], MAX_ATTEMPT),
+            placement=None if found.get("placement") is None else AgreedPlacement.from_json(found["placement"]),
         )
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptObjectError(f"{path} is damaged: {error}") from None
@@ -140,15 +153,17 @@ def _json_crc(content: object) -> int:
     return crc32c(json.dumps(content, sort_keys=True).encode())
 
 
-def _nodes_to_json(nodes: tuple[NodeAddress, ...]) -> list[list[str]]:
-    return [[node.node_id, f"{node.identity.incarnation:016x}", node.grpc_address] for node in nodes]
+def _nodes_to_json(nodes: tuple[NodeAddress, ...]) -> list[list[Any]]:
+    return [[node.node_id, f"{node.identity.incarnation:016x}", node.grpc_address, node.labels] for node in nodes]
 
 
-def _nodes_from_json(found: list[list[str]]) -> tuple[NodeAddress, ...]:
+def _nodes_from_json(found: list[list[Any]]) -> tuple[NodeAddress, ...]:
+    """Earlier versions had no labels."""
     nodes = []
-    for node_id, incarnation, address in found:
+    for node_id, incarnation, address, *rest in found:
         split_address(address)
-        nodes.append(NodeAddress(NodeIdentity(node_id, int(incarnation, 16)), address))
+        labels = tuple((level, value) for pairs in rest for level, value in pairs)
+        nodes.append(NodeAddress(NodeIdentity(node_id, int(incarnation, 16)), address, labels))
     return tuple(nodes)
 
 

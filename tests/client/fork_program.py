@@ -23,7 +23,7 @@ def main() -> None:
     count, *roots = sys.argv[1:]
     agents = [LocalAgent(root, deadline_s=5.0) for root in roots]
     members = tuple(agent.node for agent in agents)
-    epoch = agents[0].open_job("job", members, 5.0)
+    epoch, _ = agents[0].open_job("job", members, 5.0)
     for agent in agents:
         agent.join_job("job", epoch, members, 1)
     session = Session(agents[0], SessionSpec(roots[0], "job", epoch, members, 1, 5.0, True, None))

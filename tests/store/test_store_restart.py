@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from store_support import Trainer, check_accounts, reopened, version
 
 from replicator.errors import CorruptObjectError, ObjectNotFoundError, StoreError, StoreRootError
-from replicator.ids import NodeAddress, NodeIdentity, make_generation
+from replicator.ids import AgreedPlacement, NodeAddress, NodeIdentity, make_generation
 from replicator.native import crc32c
 from replicator.store import JobState, Store
 from replicator.store.paths import open_root
@@ -37,9 +38,10 @@ def test_damaged_files_are_put_away_and_the_rest_is_found(store: Store, trainer:
 
 
 def test_manifests_marks_and_jobs_survive(store: Store) -> None:
-    members = (NodeAddress(NodeIdentity("n1", 2**64 - 1), "127.0.0.1:1"),)
+    members = (NodeAddress(NodeIdentity("n1", 2**64 - 1), "127.0.0.1:1", (("zone", "a"), ("rack", "r7"))),)
+    state = JobState("job", 7, members, 1, placement=AgreedPlacement("group", (("n1",),)))
     store.put_manifest(version(), b"manifest", crc32c(b"manifest"))
-    store.put_job_state(JobState("job", 7, members, 1))
+    store.put_job_state(state)
     with pytest.raises(StoreError, match="never changed"):
         store.put_manifest(version(), b"other", crc32c(b"other"))
     with pytest.raises(CorruptObjectError, match="checksum"):
@@ -50,11 +52,30 @@ def test_manifests_marks_and_jobs_survive(store: Store) -> None:
     again = reopened(store)
     assert again.manifest(version()) == b"manifest"
     assert again.is_protected(version())
-    assert again.job_state("job") == JobState("job", 7, members, 1)
+    found = again.job_state("job")
+    assert found == state
+    assert found.members[0].labels == members[0].labels
     assert again.versions("job") == [version()]
     again.drop(version())
     assert again.versions() == []
     assert reopened(again).manifest(version()) is None
+
+
+def test_a_record_of_a_version_without_labels_and_placement_is_read(store: Store) -> None:
+    content: dict[str, object] = {
+        "epoch": 7,
+        "replicas": 1,
+        "members": [["n1", "00000000000000ff", "127.0.0.1:1"]],
+        "members_epoch": 6,
+        "remembered": [["n2", "0000000000000001", "127.0.0.1:2"]],
+        "attempt": 16,
+    }
+    crc = crc32c(json.dumps(content, sort_keys=True).encode())
+    store.paths.job("job").write_text(json.dumps({"crc32c": crc, "state": content}))
+    first, second = NodeIdentity("n1", 255), NodeIdentity("n2", 1)
+    assert reopened(store).job_state("job") == JobState(
+        "job", 7, (NodeAddress(first, "127.0.0.1:1"),), 1, 6, (NodeAddress(second, "127.0.0.1:2"),), 16
+    )
 
 
 def test_quarantine(store: Store, trainer: Trainer) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from replicator.admin.connection import AdminClient
-from replicator.admin.printers import Page, Printer, duration, health_line, size, yes_no
+from replicator.admin.printers import Page, Printer, duration, health_line, names, size, yes_no
 from replicator.admin.views import View
 
 NAME = "nodes"
@@ -29,7 +30,20 @@ def run(args: argparse.Namespace, printer: Printer) -> int:
 
 def _draw(page: Page, view: View) -> None:
     page.table(
-        ("NODE", "ADDRESS", "REACHABLE", "HEALTH", "VERSION", "UP", "OBJECTS>", "SEALED>", "BUDGET>", "TRAINERS>"),
+        (
+            "NODE",
+            "ADDRESS",
+            "REACHABLE",
+            "HEALTH",
+            "VERSION",
+            "UP",
+            "OBJECTS>",
+            "SEALED>",
+            "BUDGET>",
+            "TRAINERS>",
+            "LABELS",
+            "BUDDIES",
+        ),
         [_row(report) for report in view["nodes"]],
     )
     for report in view["nodes"]:
@@ -44,9 +58,10 @@ def _draw(page: Page, view: View) -> None:
 def _row(report: View) -> tuple[str, ...]:
     node, status = report["node"], report["status"]
     health = report["health"]["state"] if report["health"] else "-"
+    labels = ",".join(f"{level}={value}" for level, value in node["labels"].items()) or "-"
     start = (node["node_id"] or "?", node["grpc_address"], yes_no(report["reachable"]), health)
     if status is None:
-        return (*start, "-", "-", "-", "-", "-", "-")
+        return (*start, "-", "-", "-", "-", "-", "-", labels, "-")
     return (
         *start,
         status["version"],
@@ -55,4 +70,12 @@ def _row(report: View) -> tuple[str, ...]:
         size(status["sealed_bytes"]),
         size(status["budget_bytes"]),
         str(status["clients"]),
+        labels,
+        _buddies(status["jobs"]),
     )
+
+
+def _buddies(jobs: Sequence[View]) -> str:
+    """The nodes that keep this one's objects, of each job when there are more."""
+    told = [(job["job"], names(job["buddy_node_ids"])) for job in jobs]
+    return told[0][1] if len(told) == 1 else "; ".join(f"{job}: {chosen}" for job, chosen in told) or "-"
