@@ -5,6 +5,7 @@ The work is linear in the number of copies: nodes are looked through once, not o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,9 +46,8 @@ class Evidence:
     """All answers to one round of inventories, arranged by container."""
 
     def __init__(self, inventories: Sequence[NodeInventory], unanswered: Sequence[Unanswered] = ()) -> None:
-        ordered = sorted(inventories, key=lambda item: (item.tier, item.node))
-        # "durable" < "memory", and memory is to come first: it is nearer.
-        ordered = [i for i in ordered if i.tier == "memory"] + [i for i in ordered if i.tier != "memory"]
+        # Memory is to come first: it is nearer.
+        ordered = sorted(inventories, key=_place_of)
         self.nodes = tuple(dict.fromkeys(item.node.node_id for item in ordered))
         self.durable = frozenset(item.node.node_id for item in ordered if item.tier != "memory")
         self.unanswered = tuple(sorted(unanswered, key=lambda who: (who.node_id, who.grpc_address, who.reason)))
@@ -134,7 +134,10 @@ def _match(
     place = {entry.name: i for i, entry in enumerate(entries)}
     holders: list[list[str]] = [[] for _ in entries]
     differing: dict[str, list[str]] = {}
+    # Only a node with several answers could be counted twice.
+    answers = Counter(node for node, _ in holdings)
     for node, container in holdings:
+        is_repeated = answers[node] > 1
         for held in container.objects.values():
             i = place.get(held.name)
             if i is None:
@@ -142,9 +145,13 @@ def _match(
             entry = entries[i]
             if held.size != entry.size or held.crc32c != entry.crc32c:
                 differing.setdefault(held.name, []).append(node)
-            elif node not in holders[i]:
+            elif not (holders[i] and holders[i][-1] == node) and not (is_repeated and node in holders[i]):
                 holders[i].append(node)
     return holders, differing
+
+
+def _place_of(item: NodeInventory) -> tuple[bool, str, int, str]:
+    return item.tier != "memory", item.node.node_id, item.node.identity.incarnation, item.node.grpc_address
 
 
 def _unique(items: Iterable[str]) -> tuple[str, ...]:

@@ -82,7 +82,9 @@ def _sources(
     result = []
     for entry, nodes in zip(entries, holders, strict=True):
         order = nodes
-        if len(nodes) > 1:
+        if len(nodes) == 2 and entry.owner_node_id in nodes:
+            order = nodes if nodes[0] == entry.owner_node_id else (nodes[1], nodes[0])
+        elif len(nodes) > 1:
             owner = tuple(node for node in nodes if node == entry.owner_node_id)
             near = [node for node in nodes if node not in durable and node != entry.owner_node_id]
             far = [node for node in nodes if node in durable and node != entry.owner_node_id]
