@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
 from dataclasses import replace
 
 from benchmarks import machine
 from benchmarks.harness import Settings, closing_all, count_result, measure, rate_result, time_result
 from benchmarks.limits import Tcp
 from benchmarks.product import Commit, Fresh, Lookup, Trainer
-from benchmarks.results import Result
+from benchmarks.results import Bar, Result
+from benchmarks.simulated import RANKS, STEPS, cluster, labelled
 from benchmarks.small import OBJECT_BYTES
+from replicator.decide.choose_step import choose_step
+from replicator.decide.placement import strategy
 
 SIZES = (1 << 20, 16 << 20, 256 << 20, 1 << 30, 4 << 30, 8 << 30)
 COUNTS = (1, 10, 100, 1000, 10_000)
@@ -18,6 +24,9 @@ WARM_COPIES = 8
 """Of an object: three on each node while steps replace each other, two of the raw limit's."""
 COLD_COPIES = 2.2
 """Of an object that is written and copied once, with some room for what else there is."""
+JOB_NODES = 4096
+MOST_SECONDS = 0.5
+"""To choose a step in a job of so many nodes."""
 AGENT_BYTES = 120_000_000
 
 
@@ -79,6 +88,44 @@ def measure_counts(settings: Settings) -> list[Result]:
         words = f"replicate {count} objects of 4 KiB"
         rows.append(count_result(f"scale_count_{count}", words, count, count * OBJECT_BYTES, series))
     return rows
+
+
+class Decision:
+    """`choose_step` for a job of `JOB_NODES` nodes, one of them lost; the newest of its steps cannot be restored."""
+
+    name = "choose_step"
+
+    def __init__(self) -> None:
+        self.processes = {"decision": os.getpid()}
+        placement = strategy("group").arrange(labelled(JOB_NODES), 1)
+        self._inventories, self._manifests = cluster(JOB_NODES, placement)
+        newest = max(self._manifests)
+        *entries, last = self._manifests[newest].entries
+        self._manifests[newest] = replace(self._manifests[newest], entries=(*entries, replace(last, crc32c=1)))
+
+    def prepare(self) -> None:
+        gc.collect()
+
+    def run(self) -> float:
+        start = time.perf_counter()
+        decision = choose_step(self._inventories, self._manifests)
+        elapsed = time.perf_counter() - start
+        if decision.version is None or len(decision.rejected) != 1:
+            raise RuntimeError(f"expected the last but one of the steps, found: {decision.reason}")
+        return elapsed
+
+    def close(self) -> None:
+        self._inventories, self._manifests = [], {}
+
+
+def measure_decisions(settings: Settings) -> list[Result]:
+    """The pure part of a recovery lookup: a job of thousands of nodes with 8 ranks and 3 steps."""
+    with closing_all() as contenders:
+        contenders.append(Decision())
+        series = measure(contenders, settings)[Decision.name]
+    words = f"choose a step, {JOB_NODES} nodes of {RANKS} ranks, {STEPS} steps"
+    row = time_result("choose_step", words, 1, series, bar=Bar("value", False, MOST_SECONDS))
+    return [replace(row, cpu_s_per_gb=None, cpu_by_process={})]
 
 
 def measure_agents(settings: Settings) -> list[Result]:

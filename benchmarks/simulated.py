@@ -108,7 +108,7 @@ def rows(sizes: Sequence[int]) -> list[tuple[str, ...]]:
     """One row of text per size."""
     from replicator.wire import manifest_to_bytes, node_address_to_pb, placement_to_pb, source_to_pb
 
-    result = []
+    result: list[tuple[str, ...]] = []
     for nodes in sizes:
         members = labelled(nodes)
         placement, placing_s = timed(lambda members=members: strategy("group").arrange(members, 1))  # type: ignore[misc]

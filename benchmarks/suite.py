@@ -14,7 +14,7 @@ from benchmarks.memory import measure_memory
 from benchmarks.replicate import measure_pull, measure_replicate
 from benchmarks.results import Result
 from benchmarks.save import measure_first_save, measure_save
-from benchmarks.scale import measure_agents, measure_counts, measure_sizes
+from benchmarks.scale import measure_agents, measure_counts, measure_decisions, measure_sizes
 from benchmarks.small import measure_small
 
 MEASUREMENTS: Mapping[str, Callable[[Settings], Sequence[Result]]] = {
@@ -30,6 +30,7 @@ MEASUREMENTS: Mapping[str, Callable[[Settings], Sequence[Result]]] = {
     "sizes": measure_sizes,
     "counts": measure_counts,
     "agents": measure_agents,
+    "decisions": measure_decisions,
 }
 SIZES_IN_MEMORY: Mapping[str, float] = {
     "limits": 12,
