@@ -383,7 +383,9 @@ def init(
             "placement": "explicit",
             "placement_map": json.dumps({node: list(of) for node, of in placement.items()}),
         }
-    config = load_config(_given(root=root, replicas=replicas, deadline_s=deadline_s, backpressure=backpressure, **given))
+    config = load_config(
+        _given(root=root, replicas=replicas, deadline_s=deadline_s, backpressure=backpressure, **given)
+    )
     wanted = AgreedPlacement(config.placement, (), config.placement_map) if config.placement else None
     socket_path = os.environ.get("REPLICATOR_SOCKET", "")
     if root is None and socket_path:
