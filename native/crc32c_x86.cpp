@@ -1,5 +1,5 @@
 // CRC32C on x86-64: the CRC32 instruction (SSE4.2), and for long inputs carry-less multiplication, of 128 bits at a time
-// (PCLMULQDQ) or 256 (VPCLMULQDQ), the latter also with a copy in the same loop.
+// (PCLMULQDQ) or 256 (VPCLMULQDQ), both also with a copy in the same loop.
 // Each function names what it needs, so the file is compiled for any x86-64 and chosen from at run time.
 #include "crc32c_x86.h"
 
@@ -55,27 +55,53 @@ REPLICATOR_PCLMUL inline std::uint32_t reduce(__m128i state) {
   return static_cast<std::uint32_t>(wide);
 }
 
-REPLICATOR_PCLMUL std::uint32_t run_pclmul(std::uint32_t state, const std::uint8_t* data, std::size_t size) {
-  if (size < 4 * kStride) return run_sse42(state, data, size);
+// How far ahead the source is asked for. The processor's own prefetcher falls behind when the same loop also stores.
+constexpr std::size_t kAhead = 2048;
 
+template <bool Copy>
+REPLICATOR_PCLMUL inline void stream(std::uint8_t* target, std::size_t offset, __m128i value) {
+  if constexpr (Copy) _mm_stream_si128(reinterpret_cast<__m128i*>(target + offset), value);
+}
+
+// The register after `size` bytes, a positive multiple of kStride; Copy: they are also stored at `target`, which is
+// aligned to 16 bytes.
+template <bool Copy>
+REPLICATOR_PCLMUL inline std::uint32_t fold_all(std::uint32_t state, std::uint8_t* target, const std::uint8_t* data,
+                                                std::size_t size) {
   __m128i lanes[kLanes];
-  for (std::size_t i = 0; i < kLanes; ++i) lanes[i] = load(data + 16 * i);
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    lanes[i] = load(data + 16 * i);
+    stream<Copy>(target, 16 * i, lanes[i]);
+  }
   lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(state)));
-  data += kStride;
-  size -= kStride;
 
   const __m128i by_stride = _mm_set_epi64x(fold_high(8 * kStride), fold_low(8 * kStride));
-  for (; size >= kStride; data += kStride, size -= kStride) {
-    for (std::size_t i = 0; i < kLanes; ++i) lanes[i] = fold(lanes[i], by_stride, load(data + 16 * i));
+  for (std::size_t done = kStride; done < size; done += kStride) {
+    if constexpr (Copy) _mm_prefetch(reinterpret_cast<const char*>(data) + done + kAhead, _MM_HINT_T0);
+    __m128i next[kLanes];
+    for (std::size_t i = 0; i < kLanes; ++i) next[i] = load(data + done + 16 * i);
+    for (std::size_t i = 0; i < kLanes; ++i) stream<Copy>(target, done + 16 * i, next[i]);
+    for (std::size_t i = 0; i < kLanes; ++i) lanes[i] = fold(lanes[i], by_stride, next[i]);
   }
   const __m128i by_lane = _mm_set_epi64x(fold_high(128), fold_low(128));
   for (std::size_t i = 1; i < kLanes; ++i) lanes[i] = fold(lanes[i - 1], by_lane, lanes[i]);
-  return run_sse42(reduce(lanes[kLanes - 1]), data, size);
+  return reduce(lanes[kLanes - 1]);
+}
+
+REPLICATOR_PCLMUL std::uint32_t run_pclmul(std::uint32_t state, const std::uint8_t* data, std::size_t size) {
+  if (size < 4 * kStride) return run_sse42(state, data, size);
+  const std::size_t whole = size / kStride * kStride;
+  state = fold_all<false>(state, nullptr, data, whole);
+  return run_sse42(state, data + whole, size - whole);
+}
+
+REPLICATOR_PCLMUL std::uint32_t copy_pclmul(std::uint32_t state, std::uint8_t* target, const std::uint8_t* source,
+                                            std::size_t size) {
+  static_assert(kCopyAlignment % kStride == 0);
+  return size == 0 ? state : fold_all<true>(state, target, source, size);
 }
 
 constexpr std::size_t kWideStride = kLanes * 32;
-// How far ahead the source is asked for. The processor's own prefetcher falls behind when the same loop also stores.
-constexpr std::size_t kAhead = 2048;
 
 REPLICATOR_VPCLMUL inline __m256i wide_keys(long long low, long long high) {
   return _mm256_set_epi64x(high, low, high, low);
@@ -99,8 +125,8 @@ REPLICATOR_VPCLMUL inline void stream_wide(std::uint8_t* target, std::size_t off
 // The register after `size` bytes, a positive multiple of kWideStride; Copy: they are also stored at `target`, which is
 // aligned to 32 bytes.
 template <bool Copy>
-REPLICATOR_VPCLMUL inline std::uint32_t fold_all(std::uint32_t state, std::uint8_t* target, const std::uint8_t* data,
-                                                 std::size_t size) {
+REPLICATOR_VPCLMUL inline std::uint32_t fold_all_wide(std::uint32_t state, std::uint8_t* target,
+                                                      const std::uint8_t* data, std::size_t size) {
   __m256i lanes[kLanes];
   for (std::size_t i = 0; i < kLanes; ++i) {
     lanes[i] = load_wide(data + 32 * i);
@@ -128,24 +154,25 @@ REPLICATOR_VPCLMUL inline std::uint32_t fold_all(std::uint32_t state, std::uint8
 REPLICATOR_VPCLMUL std::uint32_t run_vpclmul(std::uint32_t state, const std::uint8_t* data, std::size_t size) {
   if (size < 4 * kWideStride) return run_pclmul(state, data, size);
   const std::size_t whole = size / kWideStride * kWideStride;
-  state = fold_all<false>(state, nullptr, data, whole);
+  state = fold_all_wide<false>(state, nullptr, data, whole);
   return run_sse42(state, data + whole, size - whole);
 }
 
 REPLICATOR_VPCLMUL std::uint32_t copy_vpclmul(std::uint32_t state, std::uint8_t* target, const std::uint8_t* source,
                                               std::size_t size) {
   static_assert(kCopyAlignment % kWideStride == 0);
-  return size == 0 ? state : fold_all<true>(state, target, source, size);
+  return size == 0 ? state : fold_all_wide<true>(state, target, source, size);
 }
 
 }  // namespace
 
 void add_x86_kernels(std::vector<Crc32cKernel>& kernels) {
   if (!__builtin_cpu_supports("sse4.2")) return;
+  // Of avx2 the operating system has a say too (XGETBV): this asks both.
   if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) {
     kernels.push_back({"vpclmul", run_vpclmul, copy_vpclmul});
   }
-  if (__builtin_cpu_supports("pclmul")) kernels.push_back({"pclmul", run_pclmul});
+  if (__builtin_cpu_supports("pclmul")) kernels.push_back({"pclmul", run_pclmul, copy_pclmul});
   kernels.push_back({"sse4.2", run_sse42});
 }
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import array
 import mmap
+import platform
 import random
+import re
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import crc32c as reference
@@ -182,6 +185,25 @@ def test_large_copies_at_odd_sizes_and_alignments(native: ModuleType, offset: in
         assert target[offset : offset + size] == data[7:]
         assert target[:offset] == bytes(offset)
         assert not any(target[offset + size :])
+
+
+@pytest.mark.parametrize("kernel", _native.kernels())
+@MANY
+@given(data=PIECES, cut=st.integers(0, 3000), value=st.integers(0, 2**32 - 1))
+def test_every_kernel_equals_reference(kernel: str, data: bytes, cut: int, value: int) -> None:
+    first = _native.crc32c_by(kernel, data[:cut], value)
+    assert _native.crc32c_by(kernel, data[cut:], first) == reference.crc32c(data, value)
+
+
+def test_a_kernel_for_what_this_processor_says_it_can() -> None:
+    """Dispatch neither forgets an instruction set nor takes one that is not there."""
+    info = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
+    flags = set(re.findall(r"\w+", (re.search(r"^flags.*$", info, re.M) or [""])[0]))
+    found = set(_native.kernels())
+    assert "portable" in found
+    assert ("sse4.2" in found) == ("sse4_2" in flags)
+    assert ("pclmul" in found) == ("pclmulqdq" in flags)
+    assert ("vpclmul" in found) == ({"avx2", "vpclmulqdq"} <= flags)
 
 
 def test_copy_refuses_a_short_or_read_only_target(native: ModuleType) -> None:
