@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import random
 import weakref
@@ -90,6 +91,7 @@ class Jobs:
         self._address = address
         self._replicas = replicas
         self.placing = Placing(address.node_id, replicas, choice or PlacementChoice())
+        self._digests: dict[str, tuple[JobState, int]] = {}
         self._elders: dict[str, tuple[int, NodeAddress]] = {}
         self._states: dict[str, JobState] = {}
         self._attempts: dict[str, tuple[int, int]] = {}
@@ -131,6 +133,18 @@ class Jobs:
         """Members, then nodes remembered from earlier epochs or told by peers. Node ids are unique."""
         state = self._states.get(job)
         return () if state is None else state.members + state.remembered
+
+    def digest(self, job: str) -> int:
+        """The same number on nodes that know the same of `everyone`; 0 when the job is unknown."""
+        state = self._states.get(job)
+        if state is None:
+            return 0
+        known = self._digests.get(job)
+        if known is None or known[0] is not state:
+            told = sorted(f"{node.identity}@{node.grpc_address}" for node in self.everyone(job))
+            number = int.from_bytes(hashlib.blake2b("\n".join(told).encode(), digest_size=8).digest(), "big")
+            known = self._digests[job] = state, max(number, 1)
+        return known[1]
 
     def buddies(self, job: str) -> tuple[str, ...]:
         """Where this node's objects of the job are copied to; none while it is no member of the job."""

@@ -92,6 +92,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         if sender.job and request.grpc_address:
             self._look_at(sender, validate_address(request.grpc_address))
         members = core.jobs.everyone(sender.job) if sender.job else ()
+        if request.known_digest and request.known_digest == core.jobs.digest(sender.job):
+            members = ()
         reply = peer_pb2.HelloReply(
             node=identity_to_pb(core.identity),
             bulk_address=core.bulk_address,

@@ -321,7 +321,9 @@ class PeerDirectory:
         """Ask who is there. A name that is not resolved is tried again until `end` (F34)."""
         address = node if isinstance(node, str) else node.grpc_address
         request = peer_pb2.HelloRequest(
-            sender=sender_to_pb(self.sender_of(job) if job else self.sender), grpc_address=self._address.grpc_address
+            sender=sender_to_pb(self.sender_of(job) if job else self.sender),
+            grpc_address=self._address.grpc_address,
+            known_digest=self._jobs.digest(job) if job else 0,
         )
         if not isinstance(node, str):
             request.expected.CopyFrom(identity_to_pb(node.identity))

@@ -44,6 +44,19 @@ def test_labels_decide_where_copies_go(store: Store) -> None:
     assert prefer("gone", ["n0", "n1"], 1).node_ids == ("n0",), "what was owned by who is no member any more"
 
 
+def test_nodes_that_know_the_same_have_one_digest(store: Store) -> None:
+    """In whatever order they learned it, and not when one of them knows another address."""
+    first, second = Jobs(store, ME, 1), Jobs(store, NODES[1], 1)
+    assert first.digest("job") == 0
+    first.join("job", 1, NODES, 1)
+    second.join("job", 1, (NODES[1],), 1)
+    assert first.digest("job") != second.digest("job") != 0
+    second.learn("job", (NODES[3], NODES[0], NODES[2]))
+    assert first.digest("job") == second.digest("job")
+    second.learn("job", [NodeAddress(NodeIdentity("n2", 2), "n2:2")], first_hand=True)
+    assert first.digest("job") != second.digest("job")
+
+
 def test_who_cannot_be_spread_is_told(store: Store) -> None:
     together = [NodeAddress(one.identity, one.grpc_address, (("zone", "a"),)) for one in NODES]
     note = Jobs(store, ME, 1).join("job", 1, together, 1).note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -188,6 +189,19 @@ async def test_an_agent_that_moved_is_found_after_it_said_so(own_three: Cluster)
         return moved.address.grpc_address in {member.grpc_address for member in job.members}
 
     await asyncio.to_thread(wait_until, is_known, "n0 knows where n2 is now")
+
+
+async def test_who_knows_the_same_members_is_not_told_them_again(three: Cluster) -> None:
+    """A lookup asks every node, and every node knows all: the lists would be as many bytes as nodes squared."""
+    sender = sender_to_pb(Sender(three.nodes[1].address.identity, three.ranks[0].job, 1))
+    full = three.nodes[0].ask("Hello", peer_pb2.HelloRequest(sender=sender), peer_pb2.HelloReply)
+    told = sorted(
+        f"{one.identity.node_id}#{one.identity.incarnation:016x}@{one.grpc_address}" for one in full.known_members
+    )
+    digest = int.from_bytes(hashlib.blake2b("\n".join(told).encode(), digest_size=8).digest(), "big")
+    for known, members in ((digest, 0), (digest ^ 1, 3)):
+        request = peer_pb2.HelloRequest(sender=sender, known_digest=known)
+        assert len(three.nodes[0].ask("Hello", request, peer_pb2.HelloReply).known_members) == members
 
 
 async def test_a_claim_to_be_somebody_elsewhere_is_not_believed(three: Cluster) -> None:
