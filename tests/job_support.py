@@ -59,6 +59,24 @@ class Node:
         )
         return ensure_agent(self.root, flags=(*settings, *flags))
 
+    def status(self) -> Any:
+        """The agent's StatusReply."""
+        import grpc
+
+        from replicator.v1 import admin_pb2
+
+        with grpc.insecure_channel(f"unix:{self.root}/agent.sock") as channel:
+            status = channel.unary_unary(
+                "/replicator.v1.AdminService/Status",
+                request_serializer=admin_pb2.StatusRequest.SerializeToString,
+                response_deserializer=admin_pb2.StatusReply.FromString,
+            )
+            return status(admin_pb2.StatusRequest(), timeout=10)
+
+    def counter(self, name: str) -> int:
+        """One of the agent's counts."""
+        return int(self.status().counters.get(name, 0))
+
     def kill(self) -> None:
         """SIGKILL its agent, and wait until it is gone."""
         record = find_agent(self.root)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from replicator.agent.counters import Counters
@@ -27,6 +27,8 @@ from replicator.transfer.pull import PullPolicy, PullReport, pull
 # From this size on an object is brought from several holders at once.
 MIN_SPREAD_BYTES = 256 << 20
 MAX_SPREAD = 4
+# What is not urgent is brought in pieces, so that it can stop for what is.
+PACED_BYTES = 64 << 20
 _CHECKS_AT_ONCE = 2
 
 ResultT = TypeVar("ResultT")
@@ -67,11 +69,13 @@ class Landing:
         deadline_s: float,
         on_progress: Callable[[int], None],
         before_seal: Callable[[], None],
+        pace: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[ObjectInfo, PullReport]:
         """Pull a whole object and seal it here, its owner as `info` says.
 
         Args:
             before_seal: called right before the object appears under its name; what it raises prevents that.
+            pace: waited for before each PACED_BYTES of an object that is not urgent.
 
         Raises:
             StoreFullError: no room, after everything superseded was dropped.
@@ -79,8 +83,12 @@ class Landing:
         """
         self.hold()
         capacity = capacity_for(info.size, info.block_size)
-        async with self.reserved(self._client_id, capacity) as (reservation, mapped):
-            report = await self.fill(info, sources, mapped.view[: info.size], deadline_s, on_progress=on_progress)
+        async with self._reserved(capacity) as (reservation, mapped):
+            target = mapped.view[: info.size]
+            if pace is None or not info.block_crcs:
+                report = await self.fill(info, sources, target, deadline_s, on_progress=on_progress)
+            else:
+                report = await self._fill_paced(info, sources, target, deadline_s, on_progress, pace)
             reach("pull.verified")
             sealed = dataclasses.replace(info, client_id=self._client_id)
             before_seal()
@@ -97,33 +105,72 @@ class Landing:
             self._lock = lock
 
     @asynccontextmanager
-    async def reserved(self, client_id: str, capacity: int) -> AsyncIterator[tuple[Reservation, MappedSegment]]:
-        """A segment reserved for a client, mapped here; given back when the body raises.
-
-        The body writes into it; when the client dies meanwhile, nobody else gets that memory.
-        """
-        reservation = await self._reserve(client_id, capacity)
+    async def _reserved(self, capacity: int) -> AsyncIterator[tuple[Reservation, MappedSegment]]:
+        """A segment reserved for the agent, mapped; given back when the body raises."""
+        reservation = await self._reserve(capacity)
         try:
-            mapped = self._mappings.get(reservation.segment, reservation.inode, reservation.capacity)
-            with mapped.kept_at(self._store.paths.segment(reservation.segment)):
+            with self.mapped(reservation) as mapped:
                 yield reservation, mapped
         except BaseException:
-            self._store.release(client_id, reservation.segment)
+            self._store.release(self._client_id, reservation.segment)
             raise
 
-    async def _reserve(self, client_id: str, capacity: int) -> Reservation:
+    @contextmanager
+    def mapped(self, reservation: Reservation) -> Iterator[MappedSegment]:
+        """A reserved segment, mapped here. When its client dies in the block, nobody else gets that memory.
+
+        Raises:
+            SegmentError: it was given up.
+        """
+        mapped = self._mappings.get(reservation.segment, reservation.inode, reservation.capacity)
+        with mapped.kept_at(self._store.paths.segment(reservation.segment)):
+            yield mapped
+
+    async def _reserve(self, capacity: int) -> Reservation:
         """In a thread; what comes after this was cancelled is given back."""
-        working = asyncio.ensure_future(asyncio.to_thread(self._store.reserve, client_id, capacity))
+        working = asyncio.ensure_future(asyncio.to_thread(self._store.reserve, self._client_id, capacity))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
 
             def give_back(done: asyncio.Future[Reservation]) -> None:
                 if not done.cancelled() and done.exception() is None:
-                    self._store.release(client_id, done.result().segment)
+                    self._store.release(self._client_id, done.result().segment)
 
             working.add_done_callback(give_back)
             raise
+
+    async def _fill_paced(
+        self,
+        info: ObjectInfo,
+        sources: Sequence[PeerSource],
+        target: memoryview,
+        deadline_s: float,
+        on_progress: Callable[[int], None],
+        pace: Callable[[], Awaitable[None]],
+    ) -> PullReport:
+        step = max(1, PACED_BYTES // info.block_size)
+        count = len(info.block_crcs)
+        reports: list[PullReport] = []
+        for first in range(0, count, step):
+            await pace()
+            start = first * info.block_size
+            end = min(start + step * info.block_size, info.size)
+            blocks = range(first, min(first + step, count))
+            report = await self.fill(
+                info,
+                sources,
+                target[start:end],
+                deadline_s,
+                blocks=blocks,
+                on_progress=lambda done, start=start: on_progress(start + done),  # type: ignore[misc]
+            )
+            reports.append(report)
+            if report.main_part is not None:
+                # Who could not give this piece is not asked first for the next.
+                good = report.main_part.node_id
+                sources = sorted(sources, key=lambda source: source.node_id != good)
+        return dataclasses.replace(_merged(reports), seconds=sum(report.seconds for report in reports))
 
     async def fill(
         self,

@@ -16,6 +16,7 @@ from replicator.agent.abandon import MAX_TOLD
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
+from replicator.agent.windows import WindowWanted
 from replicator.errors import (
     InvalidIdError,
     ObjectExistsError,
@@ -249,6 +250,9 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
             self._core.jobs.check(wanted.container.job, request.epoch)
         sources = [wire.source_from_pb(source) for source in request.objects]
         limit = deadline_s(request.deadline_ms, self._core.config.deadline_s)
+        if request.later:
+            self._core.puller.retrieve_later(wanted, sources, limit)
+            return
         events: Any = self._core.puller.retrieve(wanted, sources, limit)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -259,18 +263,28 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
                     await context.write(event)
 
     @handler
-    async def RetrieveRanges(
-        self, request: local_pb2.RetrieveRangesRequest, context: Context
-    ) -> local_pb2.RetrieveRangesReply:
+    async def RetrieveWindow(self, request: local_pb2.RetrieveWindowRequest, context: Context) -> None:
         """Bring blocks of an object into a scratch segment of the client."""
         self._clients.require(request.client_id)
-        wanted = wire.version_from_pb(request.container)
+        version = wire.version_from_pb(request.container)
         if request.epoch:
-            self._core.jobs.check(wanted.container.job, request.epoch)
+            self._core.jobs.check(version.container.job, request.epoch)
         source = wire.source_from_pb(request.object)
-        ranges = [(item.offset_bytes, item.length_bytes) for item in request.ranges]
+        wanted = WindowWanted(
+            client_id=request.client_id,
+            object=version.object(source.name),
+            source=source,
+            segment=request.segment,
+            block_size=request.block_size_bytes,
+            blocks=list(request.blocks),
+            with_table=request.with_table,
+            whole=request.whole,
+        )
         limit = deadline_s(request.deadline_ms, self._core.config.deadline_s)
-        return await self._core.puller.retrieve_ranges(request.client_id, wanted, source, ranges, limit)
+        events: Any = self._core.puller.window(wanted, limit)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                await context.write(event)
 
     # -- parts
 

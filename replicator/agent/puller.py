@@ -1,7 +1,7 @@
 """Brings objects of other nodes into this node's store: verified block by block, from whichever source works.
 
 Replication and recovery are the same pull. What differs is who asked for it: a buddy's owner (`take`), or a trainer
-of this node (`retrieve`). Each kind has its own slots, so that neither starves the other (F20).
+of this node (`retrieve`, `window`; `retrieve_later`). Each kind has its own slots, so that none starves another (F20).
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from replicator.agent.counters import Counters
 from replicator.agent.landing import Landing
 from replicator.agent.logs import fields
 from replicator.agent.packed import Errand, Packer, Reasons, Wanted
 from replicator.agent.ranges import Ranges
+from replicator.agent.refill import Quiet, Refill
 from replicator.agent.retention import Retention
 from replicator.agent.retrieve_small import SmallRetrieval
 from replicator.agent.sources import Opener, PeerSource
 from replicator.agent.takings import Taken, Taking, Takings
+from replicator.agent.windows import Windows, WindowWanted
 from replicator.checksum import BLOCK_SIZE
 from replicator.config import AgentConfig
 from replicator.decide.types import ObjectSource
@@ -71,6 +73,9 @@ class Puller:
         self._packer = packer
         self._offered_slots = asyncio.Semaphore(MAX_PULLS)
         self._wanted_slots = asyncio.Semaphore(MAX_PULLS)
+        self._quiet = Quiet()
+        self._refill = Refill(store, self._takings, retention, counters, self._quiet, self._land_wanted)
+        self._windows = Windows(store, opener, landing, self._takings, self._wanted_slots, self._quiet)
         self._small = SmallRetrieval(
             client_id, store, opener, landing, self._takings, packer, self._wanted_slots, self._pull_wanted
         )
@@ -208,12 +213,13 @@ class Puller:
         ticker = loop.create_task(_tell_progress(active, events, deadline_s / 4))
         left = len(sources)
         try:
-            while left:
-                event = await events.get()
-                if broken:
-                    raise broken[0]
-                yield event
-                left -= len(event.done_many.names) or bool(event.done or event.error_kind)
+            with self._quiet.disturbed():
+                while left:
+                    event = await events.get()
+                    if broken:
+                        raise broken[0]
+                    yield event
+                    left -= len(event.done_many.names) or bool(event.done or event.error_kind)
         finally:
             ticker.cancel()
             for task in tasks:
@@ -280,16 +286,7 @@ class Puller:
     ) -> Taken:
         async with self._wanted_slots:
             taking.waiting = False
-            one = taking.object
-            sources = self._opener.sources(one, source.node_ids)
-            info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
-            info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
-
-            def before_seal() -> None:
-                require_wanted()
-                self._landing.give_way(info)
-
-            return await self._land(taking, info, sources, deadline_s, before_seal)
+            return await self._land_wanted(taking, source, deadline_s, require_wanted)
 
     async def bring_again(self, source: ObjectSource, one: ObjectVersion, deadline_s: float) -> Taken:
         """Pull an object of which the copy here was bad. Not when its container was dropped meanwhile.
@@ -305,22 +302,33 @@ class Puller:
 
         return await self._fetch(one, source, deadline_s, {}, require_wanted)
 
-    async def retrieve_ranges(
+    async def _land_wanted(
         self,
-        client_id: str,
-        version: ContainerVersion,
+        taking: Taking,
         source: ObjectSource,
-        ranges: Sequence[tuple[int, int]],
         deadline_s: float,
-    ) -> local_pb2.RetrieveRangesReply:
-        """Bring the blocks that cover (offset, length) ranges into a scratch segment reserved for `client_id`.
+        require_wanted: Callable[[], None],
+        pace: Callable[[], Awaitable[None]] | None = None,
+    ) -> Taken:
+        one = taking.object
+        sources = self._opener.sources(one, source.node_ids)
+        info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
+        info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
 
-        Raises:
-            InvalidIdError: a range outside the object.
-            StoreFullError, TransferError, CorruptObjectError: with each source's reason.
-        """
-        async with self._wanted_slots:
-            return await self._ranges.retrieve(client_id, version.object(source.name), source, ranges, deadline_s)
+        def before_seal() -> None:
+            require_wanted()
+            self._landing.give_way(info)
+
+        return await self._land(taking, info, sources, deadline_s, before_seal, pace)
+
+    def window(self, wanted: WindowWanted, deadline_s: float) -> AsyncIterator[local_pb2.WindowEvent]:
+        """Bring some blocks of an object into a segment of a trainer: see `Windows.bring`."""
+        return self._windows.bring(wanted, deadline_s)
+
+    def retrieve_later(self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float) -> None:
+        """Bring whole objects into this node's store when no trainer waits for bytes: see `Refill.expect`."""
+        self._retention.note_retrieved(version)
+        self._refill.expect(version, sources, deadline_s)
 
     def read_object(self, version: ContainerVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
         """The object's bytes in pieces of at most 1 MiB, each verified: local, or forwarded from a holder.
@@ -352,12 +360,13 @@ class Puller:
         info: ObjectInfo,
         sources: Sequence[PeerSource],
         deadline_s: float,
-        require_wanted: Callable[[], None],
+        before_seal: Callable[[], None],
+        pace: Callable[[], Awaitable[None]] | None = None,
     ) -> Taken:
         def progressed(done: int) -> None:
             taking.bytes_done = done
 
-        sealed, report = await self._landing.land(info, sources, deadline_s, progressed, require_wanted)
+        sealed, report = await self._landing.land(info, sources, deadline_s, progressed, before_seal, pace)
         main = report.main_part
         taken = Taken(sealed, main.lane if main else "", main.node_id if main else "")
         self._counters.add("objects_pulled")

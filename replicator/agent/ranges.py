@@ -1,4 +1,4 @@
-"""Parts of objects: blocks into a trainer's scratch segment, and a whole object as a stream of verified pieces."""
+"""A whole object as a stream of verified pieces, whether it is here or elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from replicator.agent.sources import Opener, PeerSource
 from replicator.agent.threads import run_to_end
 from replicator.checksum import block_length
 from replicator.decide.types import ObjectSource
-from replicator.errors import CorruptObjectError, InvalidIdError, ObjectNotFoundError, TransferError
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, TransferError
 from replicator.ids import NodeAddress, ObjectVersion
 from replicator.native import copy_crc32c
 from replicator.store import Store
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
-from replicator.v1 import local_pb2
 
 PIECE_BYTES = 1 << 20
 # Of an object that is read as a stream: brought and verified at a time.
@@ -33,37 +32,6 @@ class Ranges:
         self._opener = opener
         self._landing = landing
         self._reads = asyncio.Semaphore(MAX_READS)
-
-    async def retrieve(
-        self,
-        client_id: str,
-        one: ObjectVersion,
-        source: ObjectSource,
-        ranges: Sequence[tuple[int, int]],
-        deadline_s: float,
-    ) -> local_pb2.RetrieveRangesReply:
-        """The blocks that cover (offset, length) ranges, packed into a segment reserved for `client_id`.
-
-        Raises:
-            InvalidIdError: a range outside the object, or nothing asked for.
-            StoreFullError, TransferError, CorruptObjectError: with each source's reason.
-        """
-        _require_inside(one, source.size, ranges)
-        sources = self._opener.sources(one, source.node_ids)
-        info, is_local = await self._describe(one, source, sources)
-        blocks = blocks_of(ranges, info.block_size)
-        size = sum(block_length(block, info.size, info.block_size) for block in blocks)
-        async with self._landing.reserved(client_id, size) as (reservation, mapped):
-            node_id = await self._bring(info, sources, mapped.view[:size], blocks, deadline_s, is_local=is_local)
-        return local_pb2.RetrieveRangesReply(
-            segment=reservation.segment,
-            inode=reservation.inode,
-            capacity_bytes=reservation.capacity,
-            block_size_bytes=info.block_size,
-            blocks=blocks,
-            block_crc32c=[info.block_crcs[block] for block in blocks],
-            source_node_id=node_id,
-        )
 
     async def read(self, one: ObjectVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
         """All bytes of the object in order, in pieces of at most PIECE_BYTES, each verified before it is given.
@@ -150,20 +118,3 @@ class Ranges:
                     raise CorruptObjectError(f"{info.object}: block {block} does not match its checksum")
                 at += len(piece)
                 piece.release()
-
-
-def blocks_of(ranges: Iterable[tuple[int, int]], block_size: int) -> list[int]:
-    """The numbers of the blocks that cover the ranges, ascending, each once (F44)."""
-    wanted: set[int] = set()
-    for offset, length in ranges:
-        if length:
-            wanted.update(range(offset // block_size, (offset + length - 1) // block_size + 1))
-    return sorted(wanted)
-
-
-def _require_inside(one: ObjectVersion, size: int, ranges: Sequence[tuple[int, int]]) -> None:
-    for offset, length in ranges:
-        if offset < 0 or length < 0 or offset + length > size:
-            raise InvalidIdError(f"{one} has {size} bytes; asked for {length} from {offset} on")
-    if not any(length for _, length in ranges):
-        raise InvalidIdError(f"no bytes of {one} were asked for")

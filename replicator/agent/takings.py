@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from replicator.agent.counters import Counters
@@ -45,6 +45,8 @@ class Taking:
     waiting: bool = True
     bytes_done: int = 0
     users: int = 0
+    later: bool = False
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     def leave(self) -> None:
         """One who waited is gone. When that was the last, the object is not pulled any further."""
@@ -65,6 +67,21 @@ class Takings:
         return len(self._running)
 
     def join(self, one: ObjectVersion, size: int, crc: int) -> Taking | None:
+        """Like `find`, for somebody who waits for it: what was for later is hurried, or left to him to begin.
+
+        Raises like `find`.
+        """
+        taking = self.find(one, size, crc)
+        if taking is None or not taking.later:
+            return taking
+        if taking.waiting:
+            del self._running[one]
+            taking.task.cancel()
+            return None
+        taking.hurry.set()
+        return taking
+
+    def find(self, one: ObjectVersion, size: int, crc: int) -> Taking | None:
         """The pull of the same object that is under way, if there is one.
 
         Raises:
@@ -79,7 +96,13 @@ class Takings:
         return taking
 
     def start(
-        self, one: ObjectVersion, size: int, crc: int, work: Callable[[Taking], Coroutine[Any, Any, Taken]]
+        self,
+        one: ObjectVersion,
+        size: int,
+        crc: int,
+        work: Callable[[Taking], Coroutine[Any, Any, Taken]],
+        *,
+        later: bool = False,
     ) -> Taking:
         """Begin a pull with a task of its own. Raises ReplicationError when too many are under way."""
         self._require_room()
@@ -89,7 +112,7 @@ class Takings:
         async def run() -> Taken:
             return await work(await ready)
 
-        taking = Taking(one, size, crc, loop.create_task(run()))
+        taking = Taking(one, size, crc, loop.create_task(run()), later=later)
         ready.set_result(taking)
         return self._enter(taking)
 

@@ -25,10 +25,8 @@ from replicator.errors import UnsupportedError
 class Reading(Protocol):
     """One item of a load. Calls come in this order, `prepare` and `finish` with the same planner."""
 
-    offset: int
-    """In bytes of the object; readings are done in this order."""
-    needed: int
-    """Bytes of the object that it reads, and at most what it takes as staging memory."""
+    ranges: list[tuple[int, int]]
+    """(offset, length) in bytes of the object that it reads, ascending."""
 
     def prepare(self, planner: LoadPlanner) -> list[Extent]:
         """Where the bytes go."""
@@ -54,8 +52,7 @@ class TensorReading:
         self._prefix = bytearray()
         self._area: torch.Tensor | None = None
         self._target: torch.Tensor | None = None
-        self.offset = info.offset
-        self.needed = len(self._expected) + payload.length
+        self.ranges = [(info.offset, len(self._expected)), (payload.offset, payload.length)]
 
     def prepare(self, planner: LoadPlanner) -> list[Extent]:
         request = self._request
@@ -106,8 +103,7 @@ class WholeReading:
         self._request = request
         self._info = info
         self._data = bytearray()
-        self.offset = info.offset
-        self.needed = info.length
+        self.ranges = [(info.offset, info.length)]
 
     def prepare(self, planner: LoadPlanner) -> list[Extent]:
         self._data = bytearray(self._info.length)
@@ -131,6 +127,20 @@ class WholeReading:
         target.copy_(box)
         planner.commit_tensor(request, target)
         return None
+
+
+class BytesReading:
+    """All bytes of an object."""
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(size)
+        self.ranges = [(0, size)]
+
+    def prepare(self, planner: LoadPlanner | None) -> list[Extent]:
+        return [Extent(0, memoryview(self.data))]
+
+    def finish(self, planner: LoadPlanner | None) -> None:
+        pass
 
 
 class SavedTensors:

@@ -6,8 +6,6 @@ import dataclasses
 import os
 import pickle
 import uuid
-from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,14 +18,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from replicator.checkpoint.fetch import Fetcher, Pulled
 from replicator.checkpoint.loading import Reading, SavedTensors, reading_of
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
-from replicator.checkpoint.verified_copy import Extent
 from replicator.client.plan import Plan
 from replicator.client.session import Session, current_session
 from replicator.errors import ConfigError, CorruptObjectError, ReplicatorError
 from replicator.ids import validate_step
 
-STAGING_BYTES = 64 << 20
-"""Of the items that are read together. A larger item is read alone."""
 MAX_THREADS = 4
 
 
@@ -89,10 +84,7 @@ class ReplicatedStorageReader(StorageReader):
         """Raises NoRecoverableCheckpointError when there is nothing to load, with the reason."""
         plan = self._plan = self._given or self.session.lookup(self._step)
         with self._pool() as executor, Fetcher(self.session, plan, executor) as fetcher:
-            size = fetcher.source(METADATA_NAME).size
-            fetcher.prefetch({METADATA_NAME: size})
-            data = bytearray(size)
-            fetcher.fetch(METADATA_NAME, [Extent(0, memoryview(data))])
+            data = fetcher.read_bytes(METADATA_NAME)
             self.pulled = list(fetcher.pulled)
         metadata = pickle.loads(data)
         if not isinstance(metadata, Metadata):
@@ -130,10 +122,7 @@ class ReplicatedStorageReader(StorageReader):
             info: _StorageInfo = self._metadata.storage_data[request.storage_index]
             by_object.setdefault(info.relative_path, []).append(reading_of(request, info, saved))
         with self._pool() as executor, Fetcher(self.session, self.plan, executor) as fetcher:
-            fetcher.prefetch({name: sum(one.needed for one in readings) for name, readings in by_object.items()})
-            for name, readings in by_object.items():
-                _read(fetcher, name, readings, planner)
-                fetcher.done(name)
+            fetcher.read(by_object, planner)
             self.pulled += fetcher.pulled
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
@@ -168,16 +157,3 @@ class ReplicatedStorageReader(StorageReader):
 
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._threads, thread_name_prefix="replicator-load")
-
-
-def _read(fetcher: Fetcher, name: str, readings: Sequence[Reading], planner: LoadPlanner) -> None:
-    """Items in the order of their bytes, many at a time, so that a block that several share is checked once."""
-    rest = deque(sorted(readings, key=lambda one: one.offset))
-    while rest:
-        batch = [rest.popleft()]
-        size = batch[0].needed
-        while rest and size + rest[0].needed <= STAGING_BYTES:
-            batch.append(rest.popleft())
-            size += batch[-1].needed
-        fetcher.fetch(name, [extent for one in batch for extent in one.prepare(planner)])
-        rest.extendleft(other for one in batch if (other := one.finish(planner)) is not None)

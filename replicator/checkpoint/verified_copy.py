@@ -7,7 +7,7 @@ nothing is handed on before every block it came from has matched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -35,12 +35,12 @@ class Block:
     crc32c: int
 
 
-def touched_blocks(extents: Sequence[Extent], block_size: int) -> list[int]:
-    """The indexes of the blocks that the extents touch, ascending."""
+def touched_blocks(ranges: Iterable[tuple[int, int]], block_size: int) -> list[int]:
+    """The indexes of the blocks that ranges (offset, length) touch, ascending, each once (F44)."""
     blocks: set[int] = set()
-    for extent in extents:
-        if len(extent.target):
-            blocks.update(range(extent.offset // block_size, (extent.end - 1) // block_size + 1))
+    for offset, length in ranges:
+        if length:
+            blocks.update(range(offset // block_size, (offset + length - 1) // block_size + 1))
     return sorted(blocks)
 
 
@@ -49,6 +49,7 @@ def copy_verified(
     block_size: int,
     block_at: Callable[[int], Block],
     executor: Executor | None = None,
+    blocks: range | None = None,
 ) -> list[int]:
     """Fill all targets, and return the indexes of blocks whose bytes did not match (empty: all is well).
 
@@ -56,13 +57,17 @@ def copy_verified(
         extents: may be in any order and may overlap; each target has the length of its range.
         block_at: gives a touched block; the last block of an object may be short.
         executor: blocks are spread over its threads when given.
+        blocks: fill only what is in these blocks.
 
-    The targets' contents mean nothing when the result is not empty.
+    The contents of what was to be filled mean nothing when the result is not empty.
     """
-    by_block: dict[int, list[Extent]] = {index: [] for index in touched_blocks(extents, block_size)}
+    by_block: dict[int, list[Extent]] = {}
     for extent in sorted((e for e in extents if len(e.target)), key=lambda e: e.offset):
-        for index in range(extent.offset // block_size, (extent.end - 1) // block_size + 1):
-            by_block[index].append(extent)
+        first, last = extent.offset // block_size, (extent.end - 1) // block_size
+        if blocks is not None:
+            first, last = max(first, blocks.start), min(last, blocks.stop - 1)
+        for index in range(first, last + 1):
+            by_block.setdefault(index, []).append(extent)
 
     def check(index: int) -> bool:
         block = block_at(index)

@@ -204,7 +204,7 @@ class LocalAgent(AgentLink):
             self._segments.pop(segment, None)
 
     def _on_reply(self, reply: Message) -> None:
-        if isinstance(reply, local_pb2.ReserveReply | local_pb2.RetrieveRangesReply):
+        if isinstance(reply, local_pb2.ReserveReply):
             self.hold(reply.segment)
 
     def _segments_in_use(self) -> list[str] | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from replicator.client.local_agent import LocalAgent
-from replicator.client.segments import Segments
 from replicator.decide.types import ObjectSource
 from replicator.errors import AgentUnavailableError, ReplicatorError, from_wire
 from replicator.faultpoints import reach
@@ -20,8 +18,6 @@ from replicator.wire import source_to_pb, version_to_pb
 logger = logging.getLogger("replicator.client")
 
 MAX_OBJECTS_PER_CALL = 4096
-# A source that is slower than this is given up by its progress deadline at the latest when all of it is due.
-_SLOWEST_BYTES_PER_S = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +28,6 @@ class Retrieved:
     was_local: bool
     source_node_id: str
     lane: str
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Some blocks of an object, not yet verified: block `i` of `crcs` lies at `index[i] * block_size` of the view."""
-
-    view: memoryview
-    block_size: int
-    index: dict[int, int]
-    crc32c: dict[int, int]
-    source_node_id: str
 
 
 def lookup(agent: LocalAgent, job: str, epoch: int, deadline_s: float, step: int | None = None) -> types_pb2.Plan:
@@ -160,46 +145,27 @@ def _retrieve_some(
             on_progress(event.name, event.bytes_done)
 
 
-@contextmanager
-def retrieve_blocks(
-    segments: Segments,
-    version: ContainerVersion,
-    source: ObjectSource,
-    ranges: Sequence[tuple[int, int]],
-    epoch: int,
-    deadline_s: float,
-) -> Iterator[Blocks]:
-    """Bring the blocks that cover byte ranges (offset, length) of an object into scratch memory of this process.
+def retrieve_later(
+    agent: LocalAgent, version: ContainerVersion, sources: Sequence[ObjectSource], epoch: int, deadline_s: float
+) -> None:
+    """Have this node's agent bring whole objects into its store when nobody waits for bytes. Does not wait for them.
 
-    The scratch memory is given back at the end of the `with` block; no view of it may be used after that.
-
-    Args:
-        deadline_s: without progress for this long, a source is given up, and the next one asked.
-
-    Raises:
-        ReplicatorError: no source could give them; the message has all reasons.
+    That is for later recoveries, so when it cannot be asked for, a line in the log is all.
     """
-    agent = segments.agent
-    request = local_pb2.RetrieveRangesRequest(
-        client_id=agent.client_id,
-        epoch=epoch,
-        container=version_to_pb(version),
-        object=source_to_pb(source),
-        ranges=[local_pb2.ByteRange(offset_bytes=offset, length_bytes=length) for offset, length in ranges],
-        deadline_ms=int(deadline_s * 1000),
-    )
-    size = sum(length for _, length in ranges)
-    wait_s = deadline_s * (len(source.node_ids) + 1) + size / _SLOWEST_BYTES_PER_S
-    awaited = f"{size} bytes of {version.object(source.name)}"
-    reply = agent.call_patiently("RetrieveRanges", request, local_pb2.RetrieveRangesReply, wait_s, awaited)
     try:
-        mapped = segments.map(reply.segment, reply.inode, reply.capacity_bytes)
-        yield Blocks(
-            view=mapped.view,
-            block_size=reply.block_size_bytes,
-            index={block: at for at, block in enumerate(reply.blocks)},
-            crc32c=dict(zip(reply.blocks, reply.block_crc32c, strict=True)),
-            source_node_id=reply.source_node_id,
-        )
-    finally:
-        segments.give_back(reply.segment)
+        for start in range(0, len(sources), MAX_OBJECTS_PER_CALL):
+            request = local_pb2.RetrieveRequest(
+                client_id=agent.client_id,
+                epoch=epoch,
+                container=version_to_pb(version),
+                objects=[source_to_pb(source) for source in sources[start : start + MAX_OBJECTS_PER_CALL]],
+                deadline_ms=int(deadline_s * 1000),
+                later=True,
+            )
+            awaited = f"taking note that {version} is to be brought here"
+            for _ in agent.connection().stream(
+                "Retrieve", request, local_pb2.RetrieveEvent, agent.call_deadline_s, awaited
+            ):
+                pass
+    except ReplicatorError as error:
+        logger.warning("%s was loaded and is not brought into this node's store: %s", version, error)

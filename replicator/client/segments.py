@@ -56,15 +56,24 @@ class Segments:
         """
         return SegmentObject(self, one, size, epoch)
 
-    def reserve(self, one: ObjectVersion, capacity: int, epoch: int) -> MappedSegment:
-        """Memory of at least `capacity` bytes. Raises like `create`."""
+    def scratch(self, job: str, capacity: int, epoch: int) -> MappedSegment:
+        """Memory of at least `capacity` bytes from the agent, which must be there. For `give_back` afterwards.
+
+        Raises:
+            AgentUnavailableError: it is not.
+            StoreFullError, StaleEpochError: as with `create`.
+        """
         request = local_pb2.ReserveRequest(
-            client_id=self.agent.client_id, capacity_bytes=capacity, job=one.version.container.job, epoch=epoch
+            client_id=self.agent.client_id, capacity_bytes=capacity, job=job, epoch=epoch
         )
         deadline_s = self.agent.call_deadline_s + capacity / _ALLOCATION_BYTES_PER_S
+        reply = self.agent.call("Reserve", request, local_pb2.ReserveReply, deadline_s)
+        return self._reserved(reply.segment, reply.inode, reply.capacity_bytes)
+
+    def reserve(self, one: ObjectVersion, capacity: int, epoch: int) -> MappedSegment:
+        """Memory of at least `capacity` bytes. Raises like `create`."""
         try:
-            reply = self.agent.call("Reserve", request, local_pb2.ReserveReply, deadline_s)
-            return self._reserved(reply.segment, reply.inode, reply.capacity_bytes)
+            return self.scratch(one.version.container.job, capacity, epoch)
         except AgentUnavailableError as error:
             logger.warning("%s is written without the agent: %s", one, error)
         # The agent that comes next finds the file, and must not take it for one that nobody knows.

@@ -373,6 +373,18 @@ class Store:
         with self._lock:
             return self._pool.free_of(client_id)
 
+    def reservation(self, client_id: str, segment: str) -> Reservation:
+        """What a client has reserved.
+
+        Raises:
+            SegmentError: it has no such segment (any more).
+        """
+        with self._lock:
+            found = self._pool.reservation(client_id, segment)
+        if found is None:
+            raise SegmentError(f"segment {segment} is not reserved (any more); reserve another one")
+        return found
+
     def release(self, client_id: str, segment: str) -> None:
         """End a reservation without an object. Idempotent.
 

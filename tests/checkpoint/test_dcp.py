@@ -335,17 +335,7 @@ def fail_then_save() -> tuple[str, int | None, int | None]:
 
 def reserved_bytes(node: Node) -> int:
     """What the node's agent says is being written."""
-    import grpc
-
-    from replicator.v1 import admin_pb2
-
-    with grpc.insecure_channel(f"unix:{node.root}/agent.sock") as channel:
-        status = channel.unary_unary(
-            "/replicator.v1.AdminService/Status",
-            request_serializer=admin_pb2.StatusRequest.SerializeToString,
-            response_deserializer=admin_pb2.StatusReply.FromString,
-        )
-        return int(status(admin_pb2.StatusRequest(), timeout=10).reserved_bytes)
+    return int(node.status().reserved_bytes)
 
 
 def test_a_failed_save_is_not_a_checkpoint(shm_root: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_flipped_bit_in_a_touched_block_is_named(
     """F01: also when the bit lies between the wanted ranges."""
     data, ranges = case
     extents = [Extent(start, memoryview(bytearray(end - start))) for start, end in ranges]
-    touched = touched_blocks(extents, BLOCK)
+    touched = touched_blocks([(start, end - start) for start, end in ranges], BLOCK)
     bit = draw.draw(st.integers(0, len(data) * 8 - 1))
     bad = bytearray(data)
     bad[bit // 8] ^= 1 << bit % 8
