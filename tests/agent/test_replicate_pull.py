@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import MIB, Cluster
@@ -218,3 +220,63 @@ async def test_a_source_that_lies_about_its_blocks_is_not_believed(
     monkeypatch.setattr("replicator.native.combine_blocks", lambda *given: 0)
     event = await _retrieve(core, info, "n0", "n1")
     assert event.error_kind == CorruptObjectError.__name__
+
+
+async def test_what_is_for_later_waits_until_no_trainer_does(core: AgentCore, three: Cluster) -> None:
+    info = _replicated(three, os.urandom(5 * MIB))
+    one = info.object
+    with core.puller._quiet.disturbed():
+        core.puller.retrieve_later(one.version, [_source(info, "n0", "n1")], 20.0)
+        core.puller.retrieve_later(one.version, [_source(info, "n0", "n1")], 20.0)
+        taking = core.puller._takings.find(one, info.size, info.crc32c)
+        assert taking is not None
+        done, _ = await asyncio.wait([taking.task], timeout=0.5)
+        assert not done
+        assert core.store.get(one) is None
+    await asyncio.wait_for(taking.task, 10)
+    assert core.store.get(one) is not None
+    assert core.counters.get("objects_refilled") == 1
+    assert core.counters.get("objects_pulled") == 1
+
+
+async def test_what_is_for_later_is_brought_at_once_when_somebody_wants_it(core: AgentCore, three: Cluster) -> None:
+    info = _replicated(three, os.urandom(5 * MIB))
+    with core.puller._quiet.disturbed():
+        core.puller.retrieve_later(info.object.version, [_source(info, "n0", "n1")], 20.0)
+        assert (await _retrieve(core, info, "n0", "n1")).done
+    assert core.counters.get("objects_refilled") == 0
+    assert core.counters.get("objects_pulled") == 1
+
+
+async def test_what_is_for_later_and_under_way_gives_way_no_more_to_who_wants_it(
+    core: AgentCore, three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(landing, "PACED_BYTES", 4 * MIB)
+    begun = asyncio.Event()
+    land = core.puller._landing.land
+
+    def landing_begins(*arguments: Any) -> Any:
+        begun.set()
+        return land(*arguments)
+
+    monkeypatch.setattr(core.puller._landing, "land", landing_begins)
+    info = _replicated(three, os.urandom(9 * MIB))
+    core.puller.retrieve_later(info.object.version, [_source(info, "n0", "n1")], 20.0)
+    await asyncio.wait_for(begun.wait(), 10)
+    with core.puller._quiet.disturbed():
+        assert (await _retrieve(core, info, "n0", "n1")).done
+    assert core.counters.get("objects_refilled") == 1
+
+
+async def test_what_is_for_later_and_was_superseded_meanwhile_is_not_brought(core: AgentCore, three: Cluster) -> None:
+    """F48."""
+    info = _replicated(three, os.urandom(5 * MIB))
+    one = info.object
+    with core.puller._quiet.disturbed():
+        core.puller.retrieve_later(one.version, [_source(info, "n0", "n1")], 20.0)
+        taking = core.puller._takings.find(one, info.size, info.crc32c)
+        core.retention.drop_abandoned(one.version, "for this test")
+    assert taking is not None
+    with pytest.raises(ReplicationError, match="for this test"):
+        await asyncio.wait_for(taking.task, 10)
+    assert core.store.get(one) is None
