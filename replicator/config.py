@@ -68,7 +68,22 @@ class AgentConfig:
     tls_cert: str = field(default="", metadata={"help": "PEM file of this agent's certificate"})
     tls_key: str = field(default="", metadata={"help": "PEM file of its private key"})
     tls_ca: str = field(default="", metadata={"help": "PEM file of the authority that peers' certificates must have"})
+    membership: str = field(
+        default="static",
+        metadata={
+            "help": "where agents learn of each other beside the jobs' ranks: static, dns, etcd or torchrun",
+            "choices": ("static", "dns", "etcd", "torchrun"),
+        },
+    )
     peers: tuple[str, ...] = field(default=(), metadata={"help": "host:port of other agents (static membership)"})
+    dns_name: str = field(
+        default="", metadata={"help": "host:port that resolves to all agents, a headless service (dns membership)"}
+    )
+    etcd_endpoints: tuple[str, ...] = field(default=(), metadata={"help": "host:port of etcd (etcd membership)"})
+    etcd_prefix: str = field(default="/replicator", metadata={"help": "where agents enter themselves in etcd"})
+    etcd_ca: str = field(default="", metadata={"help": "PEM file of etcd's authority; empty: no TLS towards etcd"})
+    etcd_cert: str = field(default="", metadata={"help": "PEM file of the certificate shown to etcd"})
+    etcd_key: str = field(default="", metadata={"help": "PEM file of its private key"})
     replicas: int = field(default=1, metadata={"help": "copies beside the owner's, when the job does not say"})
     labels: Labels = field(
         default=(),
@@ -162,6 +177,11 @@ class AgentConfig:
             return self.labels
         return tuple(sorted(self.labels, key=lambda pair: self.domain_levels.index(pair[0])))
 
+    @property
+    def host(self) -> str:
+        """Under which peers reach this agent."""
+        return self.advertise or self.bind
+
     # Derived waits: each is shorter than the one that contains it.
     @property
     def rpc_deadline_s(self) -> float:
@@ -187,6 +207,11 @@ class AgentConfig:
     def dead_after_s(self) -> float:
         """For which a suspect peer stays silent before it is dead: `deadline_s` at most after its last answer."""
         return self.deadline_s * 2 / 3
+
+    @property
+    def resolve_interval_s(self) -> float:
+        """Between two lookups of a name, and the most between two attempts to reach a source of members."""
+        return self.deadline_s / 3
 
     @property
     def tls(self) -> bool:
@@ -262,11 +287,7 @@ class AgentConfig:
             raise ConfigError(
                 f"bind = {self.bind!r} listens everywhere; say with advertise which address peers should use"
             )
-        for peer in self.peers:
-            try:
-                split_address(peer)
-            except ConfigError as error:
-                raise ConfigError(f"peers: {error}") from None
+        _check_membership(self)
         if self.serve_limit_bytes_per_s and self.serve_limit_bytes_per_s < MIN_SERVE_LIMIT:
             raise ConfigError(
                 f"serve_limit_bytes_per_s: expected 0 or at least {MIN_SERVE_LIMIT}, found "
@@ -278,6 +299,30 @@ class AgentConfig:
             parse_cpus(self.cpu_affinity)
         if not re.fullmatch("0?[0-7]{1,3}", self.socket_mode):
             raise ConfigError(f"socket_mode: expected octal digits like 0600, found {self.socket_mode!r}")
+
+
+def _check_membership(config: AgentConfig) -> None:
+    needed = {"dns": "dns_name", "etcd": "etcd_endpoints"}
+    for source, name in (("static", "peers"), *needed.items()):
+        if getattr(config, name) and config.membership != source:
+            raise ConfigError(
+                f"{name}: expected none with membership = {config.membership}, found {getattr(config, name)!r}; "
+                f"take it out, or set membership = {source}"
+            )
+    name = needed.get(config.membership, "")
+    if name and not getattr(config, name):
+        raise ConfigError(f"membership = {config.membership} needs {name}, and found none")
+    for name in ("peers", "dns_name", "etcd_endpoints"):
+        value = getattr(config, name)
+        for address in (value,) if isinstance(value, str) and value else value:
+            try:
+                split_address(address)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+    if not re.fullmatch(r"(?:/[A-Za-z0-9._-]+)+/?", config.etcd_prefix):
+        raise ConfigError(f"etcd_prefix: expected a path like /replicator, found {config.etcd_prefix!r}")
+    if bool(config.etcd_cert) != bool(config.etcd_key) or (config.etcd_cert and not config.etcd_ca):
+        raise ConfigError("etcd_cert and etcd_key must be given together, and with etcd_ca")
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -23,6 +23,7 @@ SAMPLES: dict[str, Any] = {
     "bulk_port": 7071,
     "advertise": "10.0.0.7",
     "insecure": True,
+    "membership": "static",
     "peers": ("10.0.0.1:7070", "[fd00::1]:7070"),
     "replicas": 2,
     "labels": (("zone", "eu-1a"), ("rack", "r7")),
@@ -51,6 +52,15 @@ SAMPLES: dict[str, Any] = {
     "log_level": "debug",
     "log_format": "json",
 }
+DNS = {"membership": "dns", "dns_name": "agents.svc:7070"}
+ETCD = {
+    "membership": "etcd",
+    "etcd_endpoints": ("10.0.0.8:2379", "etcd.example:2379"),
+    "etcd_prefix": "/training/replicator",
+    "etcd_ca": "/a.pem",
+    "etcd_cert": "/c.pem",
+    "etcd_key": "/k.pem",
+}
 TLS = {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_ca": "/a.pem"}
 
 
@@ -76,23 +86,26 @@ def toml_of(values: dict[str, Any]) -> str:
 
 
 def test_the_samples_cover_every_setting() -> None:
-    assert set(SAMPLES) | set(TLS) == set(FIELDS)
+    assert set(SAMPLES) | set(TLS) | set(DNS) | set(ETCD) == set(FIELDS)
 
 
-def test_file_environment_and_flags_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("samples", [SAMPLES, DNS, ETCD], ids=["most", "dns", "etcd"])
+def test_file_environment_and_flags_agree(tmp_path: Path, samples: dict[str, Any]) -> None:
     """The same settings by each of the three ways give the same configuration."""
     file = tmp_path / "agent.toml"
-    file.write_text(toml_of(SAMPLES))
-    expected = AgentConfig(**SAMPLES)
+    file.write_text(toml_of(samples))
+    expected = AgentConfig(**samples)
     assert load_config(environ={}, file=file) == expected
     assert load_config(environ={"REPLICATOR_AGENT_CONFIG": str(file)}) == expected
-    assert load_config(environ={f"REPLICATOR_{k.upper()}": text_of(v) for k, v in SAMPLES.items()}) == expected
-    assert load_config(flags={k: text_of(v) for k, v in SAMPLES.items()}, environ={}) == expected
-    assert load_config(flags={**SAMPLES, **tables_of(SAMPLES)}, environ={}) == expected
+    assert load_config(environ={f"REPLICATOR_{k.upper()}": text_of(v) for k, v in samples.items()}) == expected
+    assert load_config(flags={k: text_of(v) for k, v in samples.items()}, environ={}) == expected
+    assert load_config(flags={**samples, **tables_of(samples)}, environ={}) == expected
 
 
 def tables_of(values: dict[str, Any]) -> dict[str, Any]:
     """As a TOML file gives them."""
+    if "labels" not in values:
+        return {}
     buddies = {node: list(chosen) for node, chosen in values["placement_map"]}
     return {"labels": dict(values["labels"]), "placement_map": buddies}
 
@@ -167,6 +180,15 @@ def test_missing_file(tmp_path: Path) -> None:
         ('root = ""', "root: expected a directory"),
         ('peers = ["10.0.0.1"]', r"peers: expected an address like 10\.0\.0\.1:7070, found '10\.0\.0\.1'"),
         ("peers = [1]", "peers expects a list of addresses"),
+        ('membership = "zookeeper"', "membership: expected one of static, dns, etcd, torchrun, found 'zookeeper'"),
+        ('membership = "dns"', "membership = dns needs dns_name"),
+        ('membership = "etcd"', "membership = etcd needs etcd_endpoints"),
+        ('membership = "dns"\ndns_name = "agents.svc"', r"dns_name: expected an address like 10\.0\.0\.1:7070"),
+        ('membership = "etcd"\netcd_endpoints = ["http://e:2379"]', "etcd_endpoints: expected an address like"),
+        ('membership = "torchrun"\npeers = ["h:1"]', "peers: expected none with membership = torchrun"),
+        ('dns_name = "agents.svc:1"', "dns_name: expected none with membership = static"),
+        ('etcd_prefix = "replicator"', "etcd_prefix: expected a path like /replicator"),
+        ('etcd_cert = "/c.pem"', "etcd_cert and etcd_key must be given together"),
         ("peers = 1", "peers expects a list of addresses"),
         ("replicas = -1", "replicas: expected 0 or more"),
         ('labels = "zone"', "labels expects a table, or text like zone=a,rack=r7, found 'zone'"),

@@ -63,12 +63,22 @@ def status(reply: admin_pb2.StatusReply) -> View:
         "native_core": reply.native_core,
         "jobs": [job(item) for item in reply.jobs],
         "counters": dict(sorted(reply.counters.items())),
+        "membership": membership(reply.membership),
         "peers": [{"node": node(peer.node), **health(peer)} for peer in reply.peers],
         "scrub": {
             "bytes_per_second": reply.scrub_bytes_per_s,
             "began_unix_seconds": reply.scrub_began_unix_ms / 1000 or None,
             "finished_unix_seconds": reply.scrub_finished_unix_ms / 1000 or None,
         },
+    }
+
+
+def membership(reply: admin_pb2.MembershipStatus) -> View:
+    return {
+        "source": reply.kind,
+        "addresses": reply.addresses,
+        "problem": reply.problem,
+        "problem_since_unix_seconds": reply.problem_since_unix_ms / 1000 if reply.problem else None,
     }
 
 

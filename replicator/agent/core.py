@@ -99,7 +99,7 @@ class AgentCore:
         """`host:port` at which peers reach the bulk lane; empty when it is not served."""
         if self.bulk is None:
             return ""
-        host = self.config.advertise or self.config.bind
+        host = self.config.host
         return f"[{host}]:{self.bulk.address[1]}" if ":" in host else f"{host}:{self.bulk.address[1]}"
 
     async def start(self) -> None:
@@ -110,9 +110,8 @@ class AgentCore:
         self._spawn(self.health.run(), "the watch over the peers")
         self._spawn(self.repairer.run(), "bringing again what was damaged")
         self._spawn(self.scrubber.run(), "verifying what is held")
-        if self.peers.discovery.names:
-            seconds = self.config.deadline_s
-            self._spawn(self.peers.discovery.run(seconds, self.config.rpc_deadline_s), "looking up configured peers")
+        self.peers.source.on_change.append(self.health.wake)
+        self._spawn(self.peers.source.run(), "the source of members")
 
     async def close(self) -> None:
         """Stop serving data, give up what is under way, close all channels. Idempotent; waits for no peer."""

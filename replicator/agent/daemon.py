@@ -157,7 +157,7 @@ class Agent:
         from replicator.agent.jobs import Jobs
         from replicator.agent.local_service import LocalServicer
         from replicator.agent.placing import PlacementChoice
-        from replicator.agent.published import Published, publish, socket_path, withdraw
+        from replicator.agent.published import Published, last_address, publish, socket_path, withdraw
         from replicator.agent.servers import LOCAL_SERVICES, PEER_SERVICES, Server
         from replicator.store.client_lock import is_client_alive
         from replicator.v1 import local_pb2_grpc
@@ -168,7 +168,9 @@ class Agent:
         log.info("store opened: %s", report, extra={"root": str(root), "seconds": round(time.monotonic() - began, 3)})
 
         peer_server = Server(PEER_SERVICES)
-        grpc_address = peer_server.listen_tcp(self.config)
+        # Peers, and their agents that start at the same moment, look for this one where it was.
+        host, port = last_address(root, self.config.node_id)
+        grpc_address = peer_server.listen_tcp(self.config, port if host == self.config.host else 0)
         self._undo.push_async_callback(peer_server.stop, 0)
         identity = NodeIdentity(self.config.node_id, secrets.randbits(64))
         address = NodeAddress(identity, grpc_address, self.config.node_labels)

@@ -117,6 +117,10 @@ class HealthMonitor:
         finally:
             await self.close()
 
+    def wake(self) -> None:
+        """Nodes came or moved: look at once."""
+        self._wake.set()
+
     async def close(self) -> None:
         """Give up all questions under way."""
         tasks = [one.asking for one in self._watched.values() if one.asking is not None]

@@ -97,8 +97,10 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         members = [wire.node_address_from_pb(member) for member in request.members]
         if not members:
             members = await self._configured_members(request.job)
+        known = self._core.jobs.everyone(request.job)
         agreed = wire.placement_from_pb(request.placement)
         found = self._core.jobs.join(request.job, request.epoch, members, request.replicas, agreed)
+        self._core.peers.look_at(request.job, [*members, *known])
         self._core.committer.joined(request.job)
         log.info(
             "job joined",

@@ -54,7 +54,6 @@ RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
 
 MAX_OFFERED = 1024
-MAX_CLAIMS = 64
 # Received at a time: each may be large.
 MAX_MANIFESTS = 16
 _PROGRESS_S = 0.5
@@ -81,7 +80,6 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
 
     def __init__(self, core: AgentCore) -> None:
         self.core = core
-        self._claims: set[asyncio.Task[None]] = set()
         self._manifests = asyncio.Semaphore(MAX_MANIFESTS)
 
     @_served
@@ -90,7 +88,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         core = self.core
         sender = sender_from_pb(request.sender)
         if sender.job and request.grpc_address:
-            self._look_at(sender, validate_address(request.grpc_address))
+            core.peers.look_at(sender.job, [NodeAddress(sender.node, validate_address(request.grpc_address))])
         members = core.jobs.everyone(sender.job) if sender.job else ()
         if request.known_digest and request.known_digest == core.jobs.digest(sender.job):
             members = ()
@@ -262,15 +260,6 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         if sender.epoch:
             self.core.jobs.check(sender.job, sender.epoch)
         return sender
-
-    def _look_at(self, sender: Sender, address: str) -> None:
-        """The sender says where it is reached now."""
-        if len(self._claims) >= MAX_CLAIMS:
-            return
-        claimed = NodeAddress(sender.node, address)
-        task = asyncio.get_running_loop().create_task(self.core.peers.verify_claim(sender.job, claimed))
-        self._claims.add(task)
-        task.add_done_callback(self._claims.discard)
 
 
 def _outcomes(request: peer_pb2.OfferRequest, ended: Sequence[tuple[int, Taking]]) -> Iterator[peer_pb2.OfferEvent]:

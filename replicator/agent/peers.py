@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
 
 from replicator.agent.counters import Counters
-from replicator.agent.discovery import Discovery
 from replicator.agent.jobs import EpochAnswer, Jobs
 from replicator.agent.link import Link, LinkBrokenError
+from replicator.agent.membership import Source, build_source
 from replicator.config import AgentConfig
 from replicator.errors import DeadlineExceededError, InvalidIdError, PeerUnavailableError
 from replicator.ids import AgreedPlacement, NodeAddress, NodeIdentity
@@ -37,6 +37,8 @@ from replicator.wire import (
 # Channels that are kept while nothing is asked over them; those in use are never closed for it.
 MAX_IDLE_LINKS = 512
 MAX_MET = 8192
+# Claims that are verified at the same time; others are left to the next Hello.
+MAX_CLAIMS = 256
 _RESOLVE_AGAIN_S = 0.25
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class PeerDirectory:
 
     Args:
         connect: makes a channel to an address.
+        source: where others are learned of, beside the jobs.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class PeerDirectory:
         jobs: Jobs,
         counters: Counters,
         connect: Callable[[str], grpc.aio.Channel],
+        source: Source | None = None,
     ) -> None:
         self._config = config
         self._address = address
@@ -69,10 +73,12 @@ class PeerDirectory:
         self._connect = connect
         self._links: dict[str, Link] = {}
         self._met: dict[str, NodeAddress] = {}
+        self._claims: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
         self.on_replaced: list[ReplacedCallback] = []
-        self.discovery = Discovery(config.peers)
+        self._own_names = {address.grpc_address}
+        self.source = source or build_source(config, address)
 
     @property
     def sender(self) -> Sender:
@@ -116,8 +122,8 @@ class PeerDirectory:
 
     @property
     def configured(self) -> tuple[str, ...]:
-        """The configured peers' addresses, this agent's left out; a name that stands for many nodes is all of them."""
-        return tuple(one for one in self.discovery.addresses if one != self._address.grpc_address)
+        """What the source of members gives, this agent's own addresses left out."""
+        return tuple(one for one in self.source.addresses if one not in self._own_names)
 
     def resolve(self, job: str, node_id: str) -> NodeAddress:
         """Where the node was last known to be: a member, a remembered node, or one met through its address.
@@ -154,7 +160,7 @@ class PeerDirectory:
         for node in self._met.values():
             nodes.setdefault(node.node_id, node)
         nodes.pop(self._address.node_id, None)
-        addresses = {node.grpc_address for node in nodes.values()} | {self._address.grpc_address}
+        addresses = {node.grpc_address for node in nodes.values()}
         return (*sorted(nodes.values()), *(peer for peer in self.configured if peer not in addresses))
 
     async def bulk_address(self, node: NodeAddress | str) -> str:
@@ -185,6 +191,15 @@ class PeerDirectory:
                         )
 
         await asyncio.gather(*(tell(node) for node in targets), return_exceptions=True)
+
+    def look_at(self, job: str, claims: Iterable[NodeAddress]) -> None:
+        """Somebody says where nodes are; ask there wherever that is not what is known. Does not wait."""
+        known = set(self._jobs.everyone(job)) | {self._address}
+        for claim in claims:
+            if claim.node_id != self._address.node_id and claim not in known and len(self._claims) < MAX_CLAIMS:
+                task = asyncio.get_running_loop().create_task(self.verify_claim(job, claim))
+                self._claims.add(task)
+                task.add_done_callback(self._claims.discard)
 
     async def verify_claim(self, job: str, claimed: NodeAddress) -> None:
         """A node said of itself that it is at an address: ask there, and believe only what is answered."""
@@ -221,17 +236,11 @@ class PeerDirectory:
             ReplicatorError: what the peer raised.
         """
         limit = self._config.rpc_deadline_s if deadline_s is None else deadline_s
-        end = self._now() + limit
-        again = True
-        while True:
-            link = await self._greeted(node, end, limit)
-            try:
-                return await link.unary(method, request, reply_type, awaited, end - self._now(), limit)
-            except LinkBrokenError as broken:
-                self._drop(link)
-                if not again:
-                    raise broken.error from None
-                again = False
+
+        async def call(link: Link, seconds: float) -> ReplyT:
+            return await link.unary(method, request, reply_type, awaited, seconds, limit)
+
+        return await self._twice(node, limit, call)
 
     async def upload(
         self,
@@ -246,19 +255,11 @@ class PeerDirectory:
     ) -> ReplyT:
         """A client-streaming call; `requests` gives the messages anew for each attempt. Otherwise like `unary`."""
         limit = self._config.rpc_deadline_s if deadline_s is None else deadline_s
-        end = self._now() + limit
-        again = True
-        while True:
-            link = await self._greeted(node, end, limit)
-            try:
-                return await link.upload(
-                    method, requests(), request_type, reply_type, awaited, end - self._now(), limit
-                )
-            except LinkBrokenError as broken:
-                self._drop(link)
-                if not again:
-                    raise broken.error from None
-                again = False
+
+        async def call(link: Link, seconds: float) -> ReplyT:
+            return await link.upload(method, requests(), request_type, reply_type, awaited, seconds, limit)
+
+        return await self._twice(node, limit, call)
 
     async def stream(
         self,
@@ -298,11 +299,28 @@ class PeerDirectory:
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.channel.close(None)
-        for task in list(self._closing):
+        tasks = [*self._closing, *self._claims]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- connections
+
+    async def _twice(
+        self, node: NodeAddress | str, limit: float, call: Callable[[Link, float], Awaitable[ReplyT]]
+    ) -> ReplyT:
+        """Make a call within `limit`, once more when the connection turns out to lead to nobody, or somebody else."""
+        end = self._now() + limit
+        again = True
+        while True:
+            link = await self._greeted(node, end, limit)
+            try:
+                return await call(link, end - self._now())
+            except LinkBrokenError as broken:
+                self._drop(link)
+                if not again:
+                    raise broken.error from None
+                again = False
 
     async def _greeted(self, node: NodeAddress | str, end: float, deadline_s: float) -> Link:
         """A link to the node on which a Hello was answered since it was connected."""
@@ -366,6 +384,9 @@ class PeerDirectory:
         node = NodeAddress(identity_from_pb(reply.node), link.address, labels_from_pb(reply.labels))
         link.node = node
         link.bulk_address = validate_address(reply.bulk_address) if reply.bulk_address else ""
+        if node.identity == self._address.identity:
+            self._own_names.add(link.address)
+            return
         before = self._met.pop(node.node_id, None)
         self._met[node.node_id] = node
         if len(self._met) > MAX_MET:
@@ -402,13 +423,15 @@ class PeerDirectory:
             link = self._links[address] = Link(address, self._connect(address))
             idle = [one for one in self._links.values() if one is not link and not one.calls]
             for one in idle[: max(0, len(idle) - MAX_IDLE_LINKS)]:
-                self._drop(one)
+                self._drop(one, idle=True)
         return link
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: Link, *, idle: bool = False) -> None:
         """Never use this link again; calls that still run on it may end."""
         if self._links.get(link.address) is link:
             del self._links[link.address]
+        if not idle:
+            self.source.poke()
         grace = self._config.rpc_deadline_s if link.calls else None
         task = asyncio.get_running_loop().create_task(link.channel.close(grace))
         self._closing.add(task)

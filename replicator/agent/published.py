@@ -11,12 +11,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicator.config import split_address
 from replicator.errors import StoreRootError
 from replicator.rpc_options import UNIX_PATH_MAX
 from replicator.small_json import parse_json
 from replicator.store.paths import write_atomic
 
 RECORD = "agent.json"
+# What agent.json was when the agent ended.
+LAST = "agent.last.json"
 SOCKET = "agent.sock"
 _DIRECTORY_PREFIX = "replicator-socket-"
 
@@ -51,8 +54,21 @@ def publish(root: Path, record: Published) -> None:
 def withdraw(root: Path, socket: str) -> None:
     """Remove agent.json, so that nobody comes any more. The caller holds the root's agent lock."""
     with contextlib.suppress(OSError):
-        (root / RECORD).unlink()
+        (root / RECORD).replace(root / LAST)
     _remove_socket(socket)
+
+
+def last_address(root: Path, node_id: str) -> tuple[str, int]:
+    """(host, gRPC port) of the agent that served this root before, as it was or was killed; ("", 0) when unknown.
+
+    The caller holds the root's agent lock, and has not called `socket_path` yet.
+    """
+    for name in (RECORD, LAST):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads((root / name).read_text())
+            if record["node_id"] == node_id:
+                return split_address(record["grpc_address"])
+    return "", 0
 
 
 def socket_path(root: Path) -> str:

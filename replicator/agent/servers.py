@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -51,21 +52,30 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), self.grpc)
 
-    def listen_tcp(self, config: AgentConfig) -> str:
+    def listen_tcp(self, config: AgentConfig, wish: int = 0) -> str:
         """Bind the port for peers; returns the address that they should use.
+
+        Args:
+            wish: the port to take, when it is free and `config` asks for none.
 
         Raises:
             ConfigError: the address or port cannot be bound, or a TLS file cannot be used.
         """
-        target = _join(config.bind, config.port)
+        port = 0
+        if wish and not config.port:
+            with contextlib.suppress(RuntimeError):
+                port = self._bind(config, wish)
         try:
-            if config.tls:
-                port = self.grpc.add_secure_port(target, server_credentials(config))
-            else:
-                port = self.grpc.add_insecure_port(target)
+            port = port or self._bind(config, config.port)
         except RuntimeError as error:
             raise ConfigError(_why_not_bound(config, str(error))) from None
-        return _join(config.advertise or config.bind, port)
+        return _join(config.host, port)
+
+    def _bind(self, config: AgentConfig, port: int) -> int:
+        target = _join(config.bind, port)
+        if config.tls:
+            return int(self.grpc.add_secure_port(target, server_credentials(config)))
+        return int(self.grpc.add_insecure_port(target))
 
     def listen_unix(self, path: str, mode: int) -> None:
         """Bind the unix socket with exactly these permission bits, from its first moment on.

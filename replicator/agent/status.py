@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from replicator import native, wire
 from replicator.agent.clients import ClientRegistry
+from replicator.agent.membership import SourceStatus
 from replicator.decide.health import NodeHealth
 from replicator.decide.types import recency
 from replicator.ids import ContainerVersion
@@ -47,6 +48,7 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float, *, brief
         native_core=native.IMPLEMENTATION == "native",
         jobs=[_job_status(core, job) for job in core.jobs.names()],
         counters=core.counters.snapshot(),
+        membership=_membership(core.peers.source.status),
         peers=() if brief else [health_to_pb(one) for _, one in sorted(core.health.view().items())],
         scrub_began_unix_ms=core.scrubber.progress.began_unix_ms,
         scrub_finished_unix_ms=core.scrubber.progress.finished_unix_ms,
@@ -60,6 +62,15 @@ def health_to_pb(health: NodeHealth) -> admin_pb2.PeerHealth:
         state=health.state.value,
         reason=health.reason[:MAX_REASON_CHARS],
         since_unix_ms=int(health.since_unix_s * 1000),
+    )
+
+
+def _membership(status: SourceStatus) -> admin_pb2.MembershipStatus:
+    return admin_pb2.MembershipStatus(
+        kind=status.kind,
+        addresses=status.addresses,
+        problem=status.problem[:MAX_REASON_CHARS],
+        problem_since_unix_ms=int(status.problem_since_unix_s * 1000),
     )
 
 

@@ -65,6 +65,11 @@ class Node:
         """Start the agent, or a new one after it ended. Ready when this returns."""
         return self.launch(*flags).ready()
 
+    def start_elsewhere(self) -> Node:
+        """`start`, while somebody else has the port that the agent had."""
+        with socket.create_server(("127.0.0.1", self.port)):
+            return self.start()
+
     def ready(self) -> Node:
         """Wait until the agent that was launched serves."""
         assert self.agent is not None

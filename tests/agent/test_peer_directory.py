@@ -181,7 +181,7 @@ async def test_an_agent_that_moved_is_found_after_it_said_so(own_three: Cluster)
     moved = own_three.nodes[2]
     before = moved.address.grpc_address
     await asyncio.to_thread(moved.kill)
-    await asyncio.to_thread(moved.start)
+    await asyncio.to_thread(moved.start_elsewhere)
     assert moved.address.grpc_address != before
 
     def is_known() -> bool:

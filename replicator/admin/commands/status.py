@@ -42,6 +42,7 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
             ("kept to recycle", size(view["free_segment_bytes"])),
             ("verified", _verified(view["scrub"])),
             ("trainers", f"{view['clients']} attached"),
+            ("members by", _membership(view["membership"])),
         ]
     )
     if view["filesystem"] not in ("", "tmpfs"):
@@ -90,6 +91,14 @@ def _verified(scrub: View) -> str:
     if finished is None:
         return "not all yet" if scrub["began_unix_seconds"] else "nothing yet"
     return f"all, {duration(max(time.time() - finished, 0.0))} ago"
+
+
+def _membership(view: View) -> str:
+    known = f"{view['source']}: {view['addresses']} addresses"
+    if not view["problem"]:
+        return known
+    seconds = max(0.0, time.time() - view["problem_since_unix_seconds"])
+    return f"{known} as known last, for {duration(seconds)}: {view['problem']}"
 
 
 def _huge(view: View) -> str:
