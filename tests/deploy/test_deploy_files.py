@@ -81,7 +81,7 @@ def test_service_selects_the_agents_and_is_headless() -> None:
     namespaces = {one["metadata"].get("namespace") for one in manifests("agent.yaml") if one["kind"] != "Namespace"}
     assert namespaces == {manifest("Namespace")["metadata"]["name"]}
     name = f"{manifest('Service')['metadata']['name']}.{namespaces.pop()}.svc"
-    peers = next(one["value"] for one in container()["env"] if one["name"] == "REPLICATOR_PEERS")
+    peers = next(one["value"] for one in container()["env"] if one["name"] == "REPLICATOR_DNS_NAME")
     assert peers.startswith(name)
 
 

@@ -73,7 +73,7 @@ def pod(shm_root: Path) -> Launch:
 
 def test_kubernetes(pod: Launch, shm_root: Path) -> None:
     """Starts although the service's name does not resolve (F34), and both probes pass."""
-    assert "svc.cluster.local" in pod.environ["REPLICATOR_PEERS"]
+    assert "svc.cluster.local" in pod.environ["REPLICATOR_DNS_NAME"]
     with running(pod, shm_root) as record:
         assert record.node_id == "worker.example"
         assert record.grpc_address == "127.0.73.3:7070"
