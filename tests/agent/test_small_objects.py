@@ -161,7 +161,7 @@ def test_the_buddys_file_system_is_full_in_the_middle_of_a_batch(shm_root: Path)
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", mount], check=True)
     try:
-        with cluster(shm_root, 2, "--budget-bytes", "64Mi") as made:
+        with cluster(shm_root, 2, "--budget-bytes", "21Mi") as made:
             made.join()
             (mount / "foreign").write_bytes(bytes(20 * MIB))
             contents = [os.urandom(10_000)] * 600

@@ -42,18 +42,20 @@ class RetentionMachine(RuleBasedStateMachine):
         self.ever: dict[ContainerVersion, _Container] = {}
         self.epoch, self.attempt, self.step = 1, 0, 0
         self.found: ContainerVersion | None = None
-        self.pressed = False
+        self.given_up: set[ContainerVersion] = set()
 
     @initialize(keep_last=st.integers(1, 3), keep_every=st.sampled_from((0, 2, 3)))
     def configure(self, keep_last: int, keep_every: int) -> None:
         self.keep_last, self.keep_every = keep_last, keep_every
 
-    @rule(resumable=st.sampled_from((True, True, False)))
-    def begin(self, resumable: bool) -> None:
+    @rule(resumable=st.sampled_from((True, True, False)), is_committed=st.sampled_from((True, True, True, False)))
+    def save(self, resumable: bool, is_committed: bool) -> None:
         self.step += 1
         self.attempt += 1
         version = ContainerVersion(CheckpointContainerId(JOB, self.step), make_generation(self.epoch, self.attempt))
         self.held[version] = self.ever[version] = _Container(resumable)
+        if is_committed:
+            self._commit(version)
 
     def _open(self) -> list[ContainerVersion]:
         """Begun in this epoch and not committed."""
@@ -61,8 +63,10 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._open())
     @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        version = data.draw(st.sampled_from(self._open()))
+    def commit_late(self, data: st.DataObject) -> None:
+        self._commit(data.draw(st.sampled_from(self._open())))
+
+    def _commit(self, version: ContainerVersion) -> None:
         self.held[version].committed = True
         waiting = {one: of.resumable for one, of in self.held.items() if of.committed and not of.protected}
         skips = plan_skips(waiting, version, self.held[version].resumable)
@@ -90,6 +94,7 @@ class RetentionMachine(RuleBasedStateMachine):
         """One of it is put in quarantine here, or brought again."""
         self.held[data.draw(st.sampled_from(sorted(self.held)))].complete_locally = complete
 
+    @precondition(lambda self: self.attempt > 3)
     @rule()
     def lose_a_node(self) -> None:
         """What has no copies is lost; the job comes back and looks for what is recoverable."""
@@ -108,14 +113,25 @@ class RetentionMachine(RuleBasedStateMachine):
     @rule()
     def retain(self) -> None:
         for drop in plan_retention(self._views(), self.keep_last, self.keep_every):
-            self._drop(drop.version)
+            self._drop_superseded(drop.version)
 
     @rule()
     def press(self) -> None:
         """Somebody needs room: no more than what is needed is kept."""
         for drop in plan_retention(self._views(), 1):
-            self._drop(drop.version)
-        self.pressed = True
+            self._drop_superseded(drop.version)
+            self.given_up.add(drop.version)
+
+    def _drop_superseded(self, version: ContainerVersion) -> None:
+        gone = self.held[version]
+        assert any(
+            of.protected
+            and of.complete_locally
+            and (of.resumable or not gone.resumable)
+            and recency(one) > recency(version)
+            for one, of in self.held.items()
+        ), "F49, F43: by something safer and newer, from which a job can go on when it could from this"
+        self._drop(version)
 
     def _views(self) -> list[RetentionView]:
         return [
@@ -153,13 +169,15 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @invariant()
     def configured_ones_stay(self) -> None:
-        if self.pressed or not self.ever:
+        if not self.ever:
             return
         protected = sorted((one for one, of in self.ever.items() if of.protected), key=recency)
         resumable = [one for one in protected if self.ever[one].resumable]
-        assert set(resumable[-self.keep_last :]) <= self.held.keys()
+        assert set(resumable[-self.keep_last :]) <= self.held.keys() | self.given_up
         if self.keep_every:
-            assert {one for one in protected if one.container.step % self.keep_every == 0} <= self.held.keys()
+            assert {one for one in protected if one.container.step % self.keep_every == 0} <= (
+                self.held.keys() | self.given_up
+            )
 
 
 class TestRetention(RetentionMachine.TestCase):  # type: ignore[misc, name-defined]
