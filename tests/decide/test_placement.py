@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicator.decide.placement import BLOCKED, DEFAULT_STRATEGY, STRATEGIES, Placement, note, restore, strategy
@@ -70,6 +70,7 @@ def test_a_ring_is_one_circle() -> None:
     assert placement.buddies_of(seen[-1]) == ("node-0",)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text("abcn0123456789-", min_size=1, max_size=6), min_size=1, max_size=30, unique=True),
     st.integers(0, 4),

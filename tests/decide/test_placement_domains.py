@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from replicator.decide.domains import Domains
@@ -73,6 +73,7 @@ def check_balance(members: Mapping[str, Labels], placement: Placement, replicas:
             assert len(chosen) == kept[node] == wanted
 
 
+@settings(deadline=None)
 @given(clusters(), st.integers(0, 3), st.sampled_from(["group", "pairwise"]))
 @example(zones(6, 2), 1, "group")
 @example(zones(3, 3, 3), 2, "group")
@@ -85,6 +86,7 @@ def test_no_cut_spreads_better_at_any_level(members: Members, replicas: int, nam
         assert number <= math.ceil(sizes(members)[domain] / groups)
 
 
+@settings(deadline=None)
 @given(clusters(), st.integers(1, 3))
 def test_what_can_be_in_domains_of_its_own_is(members: Members, replicas: int) -> None:
     """When no zone has more nodes than there are groups, no copy is in the zone of its owner; and nobody is told so."""
@@ -112,6 +114,7 @@ def test_three_zones_of_racks(name: str) -> None:
     assert all(len({node[0] for node in (owner, *chosen)}) == 3 for owner, chosen in placement.buddies.items())
 
 
+@settings(deadline=None)
 @given(clusters(most=25), st.integers(1, 3), st.sampled_from(sorted(BLOCKED)), st.data())
 def test_a_replacement_moves_only_what_touched_the_node(
     members: Members, replicas: int, name: str, data: st.DataObject
@@ -140,6 +143,7 @@ def most_moved(replicas: int, name: str) -> int:
     return (least + 1) * (2 * least - 1)
 
 
+@settings(deadline=None)
 @given(clusters(), st.integers(1, 3), st.sampled_from(sorted(BLOCKED)), st.data())
 def test_one_node_more_or_less_moves_little(members: Members, replicas: int, name: str, data: st.DataObject) -> None:
     """However large the job is. What is spread better for it is counted too, within the same bound."""
@@ -157,6 +161,7 @@ def test_one_node_more_or_less_moves_little(members: Members, replicas: int, nam
     assert len(moved(before, after)) <= most_moved(replicas, name)
 
 
+@settings(deadline=None)
 @given(clusters(), st.integers(1, 3), st.lists(st.tuples(st.booleans(), st.integers(0, 10**6)), max_size=30))
 def test_a_long_life_keeps_balance_and_spread(members: Members, replicas: int, changes: list[tuple[bool, int]]) -> None:
     """Any number of changes, one after another. The outermost level stays spread as well as in a fresh start, but for
