@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from fault_kills import Matrix, all_cases
+from fault_net import why_not
+from fault_network import CASES, Faults
 from fault_table import Line, table, to_json
 
 
@@ -18,9 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the lines there too")
     options = parser.parse_args(argv)
     patterns = options.only or ["*"]
-    kills = [case for case in all_cases() if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
+
+    def wanted(name: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+    kills = [case for case in all_cases() if wanted(case.name)]
+    network = [case for case in CASES if wanted(case.name)]
     if options.list:
-        print("\n".join(case.name for case in kills))
+        print("\n".join(case.name for case in (*kills, *network)))
         return 0
     lines: list[Line] = []
 
@@ -33,6 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     with Matrix() as matrix:
         for case in kills:
             add(matrix.run(case))
+    if network and why_not():
+        print(f"{len(network)} network faults are left out: {why_not()}", file=sys.stderr)
+        network = []
+    with Faults() as faults:
+        for one in network:
+            add(faults.run(one))
     print(f"\n{table(lines)}\n")
     wrong = [line for line in lines if not line.ok]
     print(f"{len(lines)} faults, {len(wrong)} not as promised, {sum(line.seconds for line in lines):.0f} s")
