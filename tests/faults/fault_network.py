@@ -84,6 +84,7 @@ class Faults:
             noticed_s, outcome = case.run(self)
             for node in self.made.nodes:
                 _until_passes(lambda: check_index(node), 10)  # noqa: B023
+                _until_passes(lambda: _all_alive(node), 2 * DEAD_S)  # noqa: B023
             ok = True
         except Exception as error:
             logs = self._cluster.logs() if self._cluster is not None else ""
@@ -191,6 +192,13 @@ def _held(node: Node, version: ContainerVersion) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(path.name for path in node.paths.objects_of(version).iterdir())
     return []
+
+
+def _all_alive(node: Node) -> None:
+    """The node believes of both others that they are alive."""
+    believed = {peer.node.identity.node_id: peer.state for peer in node.status().peers}
+    if sorted(believed.values()) != ["alive", "alive"]:
+        raise CaseFailedError(f"{node.node_id} still believes {believed}")
 
 
 def _until_passes(check: Callable[[], None], deadline_s: float) -> None:

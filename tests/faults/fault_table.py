@@ -33,7 +33,7 @@ class Line:
             self.fault,
             self.point,
             "-" if self.noticed_s is None else f"{self.noticed_s:.2f} s",
-            self.outcome if self.ok else f"NOT AS PROMISED: {self.outcome}",
+            self.outcome if self.ok else f"NOT AS PROMISED: {self.outcome.splitlines()[0]}",
             "-" if self.lost_steps is None else str(self.lost_steps),
         )
 
