@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from replicator.agent.background import Background
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
+from replicator.agent.manifest_sender import FINAL, ManifestSender
 from replicator.agent.manifests import Manifests, fetch_manifest
-from replicator.agent.own_copies import OwnCopies
+from replicator.agent.own_copies import MAX_PAUSE_DEADLINES, OwnCopies
 from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
@@ -37,17 +39,15 @@ from replicator.errors import (
     NotFoundError,
     ReplicationError,
     ReplicatorError,
-    SaveSkippedError,
     StaleEpochError,
 )
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
-from replicator.v1 import local_pb2, peer_pb2, types_pb2
+from replicator.v1 import local_pb2, peer_pb2
 from replicator.wire import (
     Sender,
-    manifest_chunks,
     manifest_to_bytes,
     sender_to_pb,
     version_to_pb,
@@ -74,6 +74,7 @@ class _Open:
     needed: int
     reports: list[Report] = field(default_factory=list)
     stored_on: set[str] = field(default_factory=set)
+    refused_by: set[str] = field(default_factory=set)  # for good
     committed: bool = False
     acknowledged: dict[str, set[str]] = field(default_factory=dict)  # owner -> names of its objects
     distribution: asyncio.Task[None] | None = None
@@ -118,6 +119,7 @@ class Committer:
         self.skipping = Skipping(
             config, address, store, jobs, peers, manifests, replicator, retention, self._background, counters
         )
+        self._sender = ManifestSender(address, jobs, peers, manifests)
         self._own_copies = OwnCopies(
             config,
             address,
@@ -255,39 +257,54 @@ class Committer:
 
     async def _send_to_all(self, entry: _Open, members: Sequence[NodeAddress], deadline_s: float) -> None:
         version = entry.manifest.version
-        stored = self._manifests.data(version)
-        if stored is None:
+        if self._manifests.data(version) is None:
             self._fail(entry, CommitError(f"{version}: the manifest that was stored on this node is gone"))
             return
         self._committed_if_due(entry)
-        sender = Sender(self._address.identity, version.container.job, entry.epoch)
-        refusals: dict[str, ReplicatorError] = {}
-
-        async def send(node: NodeAddress) -> None:
-            async def once() -> None:
-                where = self._peers.resolve(version.container.job, node.node_id)
-                await self._peers.upload(
-                    where,
-                    "PeerService/PutManifest",
-                    lambda: manifest_chunks(*stored, sender),
-                    types_pb2.ManifestChunk,
-                    peer_pb2.PutManifestReply,
-                    awaited=f"storing the manifest of {version}",
-                )
-
-            try:
-                await repeat(once, deadline_s, final=(StaleEpochError, CommitError, SaveSkippedError))
-            except ReplicatorError as error:
-                refusals[node.node_id] = error
-                log.warning("a node did not store the manifest", extra=fields(version, peer=node.node_id, reason=error))
-            else:
-                entry.stored_on.add(node.node_id)
-                reach("commit.sent")
-                self._committed_if_due(entry)
-
-        await asyncio.gather(*(send(node) for node in members if node.node_id not in entry.stored_on))
+        asked = [node for node in members if node.node_id not in entry.stored_on]
+        errors = await asyncio.gather(*(self._send(entry, node, deadline_s) for node in asked))
+        refusals = {node.node_id: error for node, error in zip(asked, errors, strict=True) if error is not None}
         if not entry.committed:
             self._fail(entry, self._why_not_committed(entry, refusals))
+        elif refusals:
+            self._background.spawn("send again", version, self._send_again(entry))
+
+    async def _send(self, entry: _Open, node: NodeAddress, deadline_s: float) -> ReplicatorError | None:
+        error = await self._sender.send(entry.manifest.version, entry.epoch, node, deadline_s)
+        if isinstance(error, FINAL):
+            entry.refused_by.add(node.node_id)
+        if error is None:
+            entry.stored_on.add(node.node_id)
+            reach("commit.sent")
+            self._committed_if_due(entry)
+        return error
+
+    async def _send_again(self, entry: _Open) -> None:
+        """Less and less often, to members that were away for the whole deadline: as owners they would never report."""
+        version = entry.manifest.version
+        pauses = 1
+        while True:
+            await asyncio.sleep(self._config.deadline_s * pauses * (0.75 + random.random() / 2))
+            pauses = min(2 * pauses, MAX_PAUSE_DEADLINES)
+            settled = entry.stored_on | entry.refused_by
+            lacking = [node for node in self._others(version.container.job) if node.node_id not in settled]
+            if self._open.get(version) is not entry or not lacking:
+                return
+            await asyncio.gather(*(self._send(entry, node, self._config.rpc_deadline_s) for node in lacking))
+
+    async def _send_to_one(self, entry: _Open, node: NodeAddress) -> None:
+        await self._send(entry, node, self._config.deadline_s)
+
+    def node_is_back(self, node_id: str) -> None:
+        """A node answers, also again: it gets the manifests that it missed, and is told and offered what it was not."""
+        for version, entry in list(self._open.items()):
+            for node in self._others(version.container.job):
+                if node.node_id == node_id and node_id not in entry.stored_on | entry.refused_by and entry.committed:
+                    self._background.spawn(f"manifest to {node_id}", version, self._send_to_one(entry, node))
+        for job in self._jobs.names():
+            if self._jobs.is_member(job) and any(node.node_id == node_id for node in self._jobs.members(job)):
+                for version in self._unprotected(job):
+                    self._own_copies.check(version)
 
     def _why_not_committed(self, entry: _Open, refusals: dict[str, ReplicatorError]) -> ReplicatorError:
         for error in refusals.values():
@@ -476,19 +493,22 @@ class Committer:
 
     def _resume_job(self, job: str) -> None:
         self._resumed.add(job)
-        versions = sorted(self._store.versions(job), key=recency, reverse=True)
-        taken = 0
-        for version in versions:
-            if self._store.is_protected(version) or taken == RESUMED_PER_JOB:
-                break
-            manifest = self._manifests.get(version)
-            if manifest is None:
-                continue
-            taken += 1
+        for version in self._unprotected(job):
+            manifest = self._require(version)
             if manifest.coordinator_node_id == self._address.node_id and version not in self._open:
                 entry = self._remember(manifest, self._jobs.epoch(job))
                 self._distribute(entry, self._others(job), self._config.deadline_s)
             self._own_copies.check(version)
+
+    def _unprotected(self, job: str) -> list[ContainerVersion]:
+        """The newest committed containers here that are not protected, and newer than all that are; a few at most."""
+        found: list[ContainerVersion] = []
+        for version in sorted(self._store.versions(job), key=recency, reverse=True):
+            if self._store.is_protected(version) or len(found) == RESUMED_PER_JOB:
+                break
+            if self._manifests.get(version) is not None:
+                found.append(version)
+        return found
 
     async def close(self) -> None:
         """Give up what is under way; it is taken up by `resume` or by the trainers."""
@@ -499,6 +519,7 @@ class Committer:
         job = version.container.job
         self._open.pop(version, None)
         self._background.cancel("watch", version)
+        self._background.cancel("send again", version)
         self._own_copies.forget(version)
         for older in [one for one in self._open if one.container.job == job and recency(one) < recency(version)]:
             self._forget(older, f"{version} is newer and protected")
@@ -506,8 +527,8 @@ class Committer:
 
     def _forget(self, version: ContainerVersion, reason: str) -> None:
         entry = self._open.pop(version)
-        self._background.cancel("distribute", version)
-        self._background.cancel("watch", version)
+        for what in ("distribute", "watch", "send again"):
+            self._background.cancel(what, version)
         self._fail(entry, CommitError(f"{version} was never protected: {reason}"))
 
     def _fail(self, entry: _Open, error: ReplicatorError) -> None:
@@ -539,4 +560,4 @@ class Committer:
         return manifest
 
     def _others(self, job: str) -> list[NodeAddress]:
-        return [node for node in self._jobs.members(job) if node.node_id != self._address.node_id]
+        return self._sender.others(job)

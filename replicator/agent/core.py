@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from replicator.agent.abandon import Abandonment
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
-from replicator.agent.health import HealthMonitor
+from replicator.agent.health import HealthMonitor, NodeHealth, NodeState
 from replicator.agent.jobs import Jobs
 from replicator.agent.landing import Landing
 from replicator.agent.lookup import Lookup
@@ -202,6 +202,13 @@ def build_core(
     lookup = Lookup(config, address, store, jobs, peers, manifests, retention, abandonment, counters)
     repairer = Repairer(config, store, retention, lookup, puller, counters)
     landing.on_quarantined = repairer.note
+    health = HealthMonitor(config, peers, counters, clock=clock)
+
+    def on_health(old: NodeHealth | None, new: NodeHealth) -> None:
+        if new.state is NodeState.ALIVE:
+            committer.node_is_back(new.node.node_id)
+
+    health.on_change.append(on_health)
     scrubber = Scrubber(config, store, landing, counters, lambda: bool(puller.running or replicator.on_their_way))
     return AgentCore(
         config=config,
@@ -215,7 +222,7 @@ def build_core(
         serve_limit=serve_limit,
         bulk=bulk,
         peers=peers,
-        health=HealthMonitor(config, peers, counters, clock=clock),
+        health=health,
         manifests=manifests,
         retention=retention,
         prefaulter=prefaulter,

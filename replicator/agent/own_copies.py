@@ -84,15 +84,17 @@ class OwnCopies:
         missing = self._missing(version, mine)
         if missing:
             self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
-            self._background.spawn("offer again", version, self._offer_again(version))
         elif again or version not in self._reported:
             self._background.spawn("report", version, self._report(manifest, mine))
+        else:
+            return
+        self._background.spawn("look again", version, self._look_again(version))
 
     def forget(self, version: ContainerVersion) -> None:
         """The container is protected."""
         self._replicator.forget(version)
         self._reported.pop(version, None)
-        self._background.cancel("offer again", version)
+        self._background.cancel("look again", version)
 
     def lacking(self, version: ContainerVersion) -> tuple[str, ...]:
         """The buddies of this node that have not acknowledged all its objects of the container."""
@@ -100,8 +102,8 @@ class OwnCopies:
         names = [held.name for held in self._of_this_node(manifest)] if manifest is not None else []
         return self._replicator.lacking(version, names)
 
-    async def _offer_again(self, version: ContainerVersion) -> None:
-        """A buddy that was given up may come back, as long as nothing newer is protected."""
+    async def _look_again(self, version: ContainerVersion) -> None:
+        """A buddy that was given up may come back, and a coordinator too, as long as nothing newer is protected."""
         job = version.container.job
         pauses = 1
         while True:
@@ -115,10 +117,14 @@ class OwnCopies:
                 for newer in self._store.versions(job)
             ):
                 return
-            missing = self._missing(version, self._of_this_node(manifest))
-            if not missing:
+            mine = self._of_this_node(manifest)
+            missing = self._missing(version, mine)
+            if missing:
+                self._replicator.ensure(missing, self._jobs.epoch(job))
+            elif version in self._reported:
                 return
-            self._replicator.ensure(missing, self._jobs.epoch(job))
+            else:
+                self._background.spawn("report", version, self._report(manifest, mine))
 
     def _missing(self, version: ContainerVersion, held: Sequence[HeldObject]) -> list[ObjectVersion]:
         return self._replicator.unacknowledged(version, (one.name for one in held))
