@@ -5,6 +5,7 @@
 #   make demo    three nodes, one is lost, the job goes on; options: make demo DEMO_ARGS="--seed 7"
 #   make test    lint, then all tests; options: make test TEST_ARGS="tests/store -x"
 #   make bench   limits, Replicator and its peers, measured; options: make bench BENCH_ARGS="--quick --json out.json"
+#   make faults  kills and network faults on this machine, as a table; options: make faults FAULTS_ARGS="--list"
 #   make lint    ruff and mypy --strict
 #   make format  let ruff rewrite what it can
 #   make clean   remove everything that the targets above made
@@ -15,6 +16,7 @@ TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+FAULTS_ARGS ?=
 
 BIN := $(VENV)/bin
 CHECKED := replicator tests benchmarks
@@ -22,11 +24,11 @@ CHECKED := replicator tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint format clean
+.PHONY: help venv demo test bench faults lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,10s/^# *//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '4,11s/^# *//p' $(firstword $(MAKEFILE_LIST))
 
 venv: $(VENV)/.installed
 
@@ -61,6 +63,9 @@ test: lint
 
 bench: venv
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+faults: venv
+	$(BIN)/python -m tests.faults $(FAULTS_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix $(CHECKED)

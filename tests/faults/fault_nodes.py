@@ -45,6 +45,7 @@ class Process:
 
     default_point: ClassVar[str] = ""
     noted: ClassVar[set[str]] = set()  # by all processes
+    complaints: ClassVar[list[str]] = []  # of all processes: what is never to be said
 
     def __init__(self, command: Sequence[str], point: str = "") -> None:
         point = point or self.default_point
@@ -72,6 +73,8 @@ class Process:
     def _on_log(self, line: str) -> None:
         self.lines.append(line)
         self.heard.append((time.monotonic(), line))
+        if "BlockingIOError" in line or "Traceback" in line:
+            self.complaints.append(line)
         if line.startswith("faultpoint "):
             self.points.put(line.split()[1])
             self.noted.add(line.split()[1])

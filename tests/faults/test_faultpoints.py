@@ -57,6 +57,7 @@ def noting() -> Iterator[Cluster]:
     """A cluster of which every process says which points it reaches."""
     Process.default_point = "*=note"
     Process.noted.clear()
+    Process.complaints.clear()
     try:
         with cluster(3) as made:
             yield made
@@ -65,7 +66,10 @@ def noting() -> Iterator[Cluster]:
 
 
 def test_every_point_is_reached(noting: Cluster) -> None:
-    """So that no kill of the matrix is one that never happens: two saves, a restart, and a node that is lost."""
+    """So that no kill of the matrix is one that never happens: two saves, a restart, and a node that is lost.
+
+    F31: no process complains meanwhile.
+    """
     history = History(noting.job)
     noting.start()
     save(noting, history)
@@ -77,3 +81,4 @@ def test_every_point_is_reached(noting: Cluster) -> None:
     noting.enter()
     assert recover(noting) == history.saves[-1].version
     assert POINTS.keys() - Process.noted == set()
+    assert not Process.complaints

@@ -12,7 +12,6 @@ from replicator.faultpoints import POINTS
 QUICK = (
     Case("save", "seal.after_rename", "agent"),
     Case("save", "commit.sent", "node"),
-    Case("save", "reserve.created", "agent"),
     Case("recover", "pull.block", "agent"),
     Case("restart", "restart.rebuilding", "agent"),
 )
