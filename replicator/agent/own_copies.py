@@ -81,10 +81,13 @@ class OwnCopies:
         mine = self._of_this_node(manifest)
         if not mine:
             return
+        if again:
+            # Also when the report has to wait for copies that are lacking now.
+            self._reported.pop(version, None)
         missing = self._missing(version, mine)
         if missing:
             self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
-        elif again or version not in self._reported:
+        elif version not in self._reported:
             self._background.spawn("report", version, self._report(manifest, mine))
         else:
             return

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2]
 TEXT = (SOURCE / "docs" / "faults.md").read_text()
 
 
-def tests_of(path: Path) -> set[str]:
+def names_in(path: Path) -> set[str]:
     return {
         node.name
         for node in ast.walk(ast.parse(path.read_text()))
@@ -22,7 +22,7 @@ def test_every_test_that_is_named_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT)
     assert len(named) > 80
     for file, name in named:
-        assert name in tests_of(SOURCE / file), f"{file}::{name}"
+        assert name in names_in(SOURCE / file), f"{file}::{name}"
 
 
 def test_every_fault_has_a_test() -> None:
