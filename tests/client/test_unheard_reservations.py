@@ -33,7 +33,7 @@ def test_what_a_trainer_never_heard_of_is_freed_and_what_it_writes_is_not(shm_ro
     with nodes(shm_root, 1) as (node,):
         agent = LocalAgent(node.root, deadline_s=5.0, auto_start=False)
         version = ContainerVersion(CheckpointContainerId("job", 1), 1 << 32)
-        epoch = agent.open_job("job", [agent.node], 5.0)
+        epoch, _ = agent.open_job("job", [agent.node], 5.0)
         agent.join_job("job", epoch, [agent.node], 1)
         segments = Segments(agent)
         if not with_agent:

@@ -57,7 +57,7 @@ class Trainer:
         return [node.node_id, f"{node.identity.incarnation:x}", node.grpc_address]
 
     def open_job(self, job: str, members: list[list[str]]) -> int:
-        return self._agent.open_job(job, _addresses(members), self._deadline_s)
+        return self._agent.open_job(job, _addresses(members), self._deadline_s)[0]
 
     def join(self, job: str, epoch: int, members: list[list[str]], replicas: int) -> list[str]:
         """The buddies of this node."""
