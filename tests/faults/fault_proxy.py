@@ -33,7 +33,6 @@ class Proxy:
         self._host, self._target, self._ports = host, target, ports
         self.weather = weather
         self.cuts = 0
-        self.passed = 0
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -51,6 +50,11 @@ class Proxy:
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
+        while passing := asyncio.all_tasks(self._loop):
+            for task in passing:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*passing, return_exceptions=True))
+        self._loop.close()
 
     async def _serve(self) -> None:
         async with contextlib.AsyncExitStack() as servers:
@@ -60,8 +64,6 @@ class Proxy:
                 )
             self._ready.set()
             await self._stop.wait()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
         with contextlib.suppress(OSError):
@@ -105,7 +107,6 @@ class Proxy:
                 writer.write(data)
                 await writer.drain()
                 sent += len(data)
-                self.passed += len(data)
                 if weather.cut_after and sent >= weather.cut_after:
                     self.cuts += 1
                     _abort(both)

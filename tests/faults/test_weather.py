@@ -52,13 +52,11 @@ def test_late_lost_and_broken(behind_proxies: tuple[Cluster, list[Proxy]]) -> No
         for proxy in proxies:
             proxy.weather = weather
         save(made, history)
-    before = sum(proxy.passed for proxy in proxies)
     for proxy in proxies:
         proxy.weather = Weather(cut_after=6 * MIB)
     save(made, history, large=13 * MIB)
-    passed = sum(proxy.passed for proxy in proxies) - before
-    assert sum(proxy.cuts for proxy in proxies) >= 3, "connections broke"
-    assert passed < 2 * 3 * 13 * MIB, "copies went on where they stopped, and were not begun again"
+    # No connection lives long enough for its share of an object: what came before counts, or it would never end.
+    assert sum(proxy.cuts for proxy in proxies) >= 3
     for proxy in proxies:
         proxy.weather = Weather()
     assert check_recovery(made, history, lost_memory=False) == history.saves[-1].version
