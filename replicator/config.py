@@ -158,6 +158,16 @@ class AgentConfig:
         default=20.0,
         metadata={"help": "percent of time in which processes wait for a CPU, above which the scrubber pauses"},
     )
+    heal_limit_bytes_per_s: int = field(
+        default=1 << 30,
+        metadata={
+            "help": "bytes per second of copies that replace lost ones, served to all peers; 0: no limit of their own",
+            "size": True,
+        },
+    )
+    drain_grace_s: float = field(
+        default=0.0, metadata={"help": "on SIGTERM, move what only this node provides to others for at most this long"}
+    )
     nice: int = field(default=0, metadata={"help": "niceness of the agent, -20..19; 0: as it was started"})
     cpu_affinity: str = field(default="", metadata={"help": "CPUs of the agent, like 0-3,8; empty: all it may use"})
     socket_mode: str = field(default="0600", metadata={"help": "permission bits of the unix socket, octal"})
@@ -293,6 +303,12 @@ class AgentConfig:
                 f"serve_limit_bytes_per_s: expected 0 or at least {MIN_SERVE_LIMIT}, found "
                 f"{self.serve_limit_bytes_per_s}; slower transfers would look like stalled ones"
             )
+        if self.heal_limit_bytes_per_s and self.heal_limit_bytes_per_s < MIN_SERVE_LIMIT:
+            raise ConfigError(
+                f"heal_limit_bytes_per_s: expected 0 or at least {MIN_SERVE_LIMIT}, found "
+                f"{self.heal_limit_bytes_per_s}; slower transfers would look like stalled ones"
+            )
+        _at_least("drain_grace_s", self.drain_grace_s, 0)
         if not -20 <= self.nice <= 19:
             raise ConfigError(f"nice: expected -20..19, found {self.nice}")
         if self.cpu_affinity:

@@ -108,6 +108,10 @@ class SaveSkippedError(ReplicationError):
     """Copies of a container were not made: saves came faster, and a newer one superseded it; the message names both."""
 
 
+class NodeDrainingError(ReplicationError):
+    """A node that is being drained was offered a copy; another node is to get it."""
+
+
 class CommitError(ReplicatorError):
     """A container was not committed. It may still become visible later, complete and correct."""
 

@@ -11,13 +11,28 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from replicator.admin.commands import demo, inspect_object, ls, nodes, pull, recover, status, verify, version
+from replicator.admin.commands import (
+    demo,
+    drain,
+    inspect_object,
+    ls,
+    nodes,
+    pull,
+    recover,
+    status,
+    undrain,
+    verify,
+    version,
+)
 from replicator.admin.options import Parser, add_global_options
 from replicator.admin.partial_dir import Terminated
 from replicator.admin.printers import OutputError, Printer
 from replicator.errors import ReplicatorError
 
-COMMANDS = {module.NAME: module for module in (status, nodes, ls, inspect_object, recover, verify, pull, demo, version)}
+COMMANDS = {
+    module.NAME: module
+    for module in (status, nodes, ls, inspect_object, recover, verify, pull, drain, undrain, demo, version)
+}
 INTERRUPTED = 130
 _EPILOG = """\
 exit status: 0 done, 1 internal error, 2 wrong usage, configuration or id, 3 not found, 4 agent or node not reachable,

@@ -32,14 +32,15 @@ class ByteProgress:
         """Since the start."""
         return time.monotonic() - self._started
 
-    def add(self, number: int) -> None:
-        """`number` bytes more are done; negative when a piece has to be read again."""
+    def add(self, number: int, *, total: int | None = None) -> None:
+        """`number` bytes more are done; negative when a piece has to be read again. `total` may have changed."""
         self._done += number
+        self._total = self._total if total is None else total
         if self._bar is None and self._enabled and self.seconds >= _AFTER_S:
             self._bar = self._draw()
             self._task = self._bar.add_task(self._title, total=self._total)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done)
+            self._bar.update(self._task, completed=self._done, total=self._total)
 
     def _draw(self) -> Progress:
         from rich.console import Console

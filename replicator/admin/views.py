@@ -70,6 +70,39 @@ def status(reply: admin_pb2.StatusReply) -> View:
             "began_unix_seconds": reply.scrub_began_unix_ms / 1000 or None,
             "finished_unix_seconds": reply.scrub_finished_unix_ms / 1000 or None,
         },
+        "draining": reply.healing.draining,
+        "healing": healing(reply.healing),
+    }
+
+
+def healing(reply: admin_pb2.Healing) -> View:
+    return {
+        "objects_moving": reply.objects_moving,
+        "bytes_moving": reply.bytes_moving,
+        "short": [
+            {
+                **container(short.container),
+                "objects": short.objects,
+                "size_bytes": short.size_bytes,
+                "unplaced": short.unplaced,
+                "lost": short.lost,
+            }
+            for short in reply.short
+        ],
+    }
+
+
+def drain(reply: admin_pb2.DrainEvent) -> View:
+    return {
+        "node_id": reply.node_id,
+        "draining": reply.draining,
+        "done": reply.done,
+        "objects_moved": reply.objects_moved,
+        "bytes_moved": reply.bytes_moved,
+        "objects_left": reply.objects_left,
+        "bytes_left": reply.bytes_left,
+        "objects_exposed": reply.objects_exposed,
+        "reason": reply.reason,
     }
 
 

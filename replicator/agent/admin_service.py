@@ -1,4 +1,4 @@
-"""AdminService: what an operator asks any agent about all of them. `Verify` alone changes anything: see there."""
+"""AdminService: what an operator asks any agent about all of them. Verify, Drain and Undrain alone change anything."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from replicator import wire
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
-from replicator.agent.status import health_to_pb, status_of
+from replicator.agent.status import drain_event, health_to_pb, status_of
 from replicator.agent.verify_service import check_request, verify_everywhere, verify_here
 from replicator.decide.assess import Assessment, Evidence
 from replicator.decide.types import HeldObject, NodeInventory, recency
-from replicator.errors import ReplicatorError
+from replicator.errors import NotFoundError, ReplicatorError
 from replicator.ids import (
     CheckpointContainerId,
     ContainerVersion,
     NodeAddress,
     ObjectVersion,
     validate_job,
+    validate_node_id,
     validate_object_name,
 )
 from replicator.v1 import admin_pb2, peer_pb2, types_pb2
@@ -153,6 +154,52 @@ class AdminServicer:
             async for event in found:
                 await context.write(event)
 
+    @handler
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> None:
+        """Drain this node, or another one, and tell how far it is."""
+        node = self._other(request.node_id)
+        if node is None:
+            self._core.drain.begin()
+            async with contextlib.aclosing(self._core.drain.watch()) as watch:
+                async for progress in watch:
+                    await context.write(drain_event(self._core, progress))
+            return
+        idle_s = deadline_s(request.deadline_ms, self._core.config.rpc_deadline_s)
+        events: Any = self._core.peers.stream(
+            node, "AdminService/Drain", request, admin_pb2.DrainEvent, awaited="how far its drain is", idle_s=idle_s
+        )
+        async with contextlib.aclosing(events):
+            async for event in events:
+                await context.write(event)
+
+    @handler
+    async def Undrain(self, request: admin_pb2.UndrainRequest, context: Context) -> admin_pb2.DrainEvent:
+        """Let this node, or another one, take copies again."""
+        node = self._other(request.node_id)
+        if node is None:
+            self._core.drain.cancel()
+            return drain_event(self._core, self._core.drain.progress())
+        return await self._core.peers.unary(
+            node,
+            "AdminService/Undrain",
+            request,
+            admin_pb2.DrainEvent,
+            awaited="the end of its drain",
+            deadline_s=deadline_s(request.deadline_ms, self._core.config.rpc_deadline_s),
+        )
+
+    def _other(self, node_id: str) -> NodeAddress | None:
+        """The node that is meant; None: this one."""
+        if not node_id or node_id == self._core.identity.node_id:
+            return None
+        validate_node_id(node_id)
+        for node in self._core.peers.known():
+            if isinstance(node, NodeAddress) and node.node_id == node_id:
+                return node
+        raise NotFoundError(
+            f"node {self._core.identity.node_id} knows no node {node_id}; replicator-admin nodes lists those it knows"
+        )
+
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service to a server. ReadObject sends its messages as they are, without protobuf around them."""
         unary: dict[str, tuple[Any, Any]] = {
@@ -161,6 +208,7 @@ class AdminServicer:
             "ListContainers": (admin_pb2.ListContainersRequest, admin_pb2.ListContainersReply),
             "Inspect": (admin_pb2.InspectRequest, admin_pb2.InspectReply),
             "Recover": (admin_pb2.RecoverRequest, types_pb2.Plan),
+            "Undrain": (admin_pb2.UndrainRequest, admin_pb2.DrainEvent),
         }
         handlers = {
             method: grpc.unary_unary_rpc_method_handler(
@@ -177,6 +225,11 @@ class AdminServicer:
             self.Verify,
             request_deserializer=admin_pb2.VerifyRequest.FromString,
             response_serializer=admin_pb2.VerifyEvent.SerializeToString,
+        )
+        handlers["Drain"] = grpc.unary_stream_rpc_method_handler(
+            self.Drain,
+            request_deserializer=admin_pb2.DrainRequest.FromString,
+            response_serializer=admin_pb2.DrainEvent.SerializeToString,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 

@@ -57,7 +57,7 @@ MAX_OPEN = 64
 MAX_REPORTS = 8
 # A committed container of which nothing was acknowledged for so long: who waits for its protection is told.
 UNPROTECTED_DEADLINES = 20
-# Unprotected containers of a job that are taken up again after a restart.
+# Unprotected containers of a job that are taken up again after a restart, or when other nodes come and go.
 RESUMED_PER_JOB = 2
 
 Report = Callable[[local_pb2.CommitEvent], None]
@@ -115,6 +115,8 @@ class Committer:
         self._counters = counters
         self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
         self._resumed: set[str] = set()  # jobs of which was taken up what was found at the start
+        # Called when the manifest of a container was stored here.
+        self.on_stored: Callable[[ContainerVersion], None] = lambda version: None
         self._background = Background()
         self.skipping = Skipping(
             config, address, store, jobs, peers, manifests, replicator, retention, self._background, counters
@@ -182,6 +184,7 @@ class Committer:
             self._watch(entry)
         self._distribute(entry, members, deadline_s)
         self._own_copies.check(version)
+        self.on_stored(version)
         return asked
 
     def owner_reported(self, version: ContainerVersion, owner: str, objects: Sequence[HeldObject]) -> None:
@@ -189,11 +192,12 @@ class Committer:
 
         Raises:
             NotFoundError: no manifest of the container is stored here, or the job's members are not known here (yet).
-            CommitError: this node is not its coordinator, or an object is not the manifest's.
+            CommitError: this node is not its coordinator and does not act in its place, or an object is not the
+                manifest's.
         """
         self.skipping.check(version)
         manifest = self._require(version)
-        if manifest.coordinator_node_id != self._address.node_id:
+        if self._jobs.acting(version.container.job, manifest.coordinator_node_id) != self._address.node_id:
             raise CommitError(
                 f"{version} is coordinated by {manifest.coordinator_node_id}, not by {self._address.node_id}"
             )
@@ -365,13 +369,12 @@ class Committer:
     def _why_not_protected(self, entry: _Open, limit_s: float) -> ReplicationError:
         version = entry.manifest.version
         job = version.container.job
-        buddies = self._jobs.placement(job).buddies
         reasons = []
         for owner in entry.missing_owners():
             if owner == self._address.node_id:
                 whom = list(self._own_copies.lacking(version))
             else:
-                whom = list(buddies.get(owner, ()))
+                whom = list(self._jobs.buddies_of(job, owner))
             reasons.append(f"objects of {owner} by {listed(whom) or 'its buddies'}")
         return ReplicationError(
             f"{version} is committed and not protected: for {limit_s:.1f} s nothing of it was acknowledged, and still "
@@ -398,9 +401,11 @@ class Committer:
 
     async def _spread_protection(self, version: ContainerVersion, epoch: int) -> None:
         """Drop what is superseded here, and tell all members."""
+        manifest = self._manifests.get(version)
         request = peer_pb2.MarkProtectedRequest(
             sender=sender_to_pb(Sender(self._address.identity, version.container.job, epoch)),
             container=version_to_pb(version),
+            passed_on=manifest is None or manifest.coordinator_node_id != self._address.node_id,
         )
 
         async def tell(node: NodeAddress) -> None:
@@ -446,20 +451,24 @@ class Committer:
         manifest = await asyncio.to_thread(self._manifests.put, data, stated_crc, sender.job, check)
         reach("commit.received")
         self._own_copies.check(manifest.version, again=True)
+        self.on_stored(manifest.version)
 
-    async def mark_protected(self, version: ContainerVersion, sender: Sender) -> None:
+    async def mark_protected(self, version: ContainerVersion, sender: Sender, *, passed_on: bool = False) -> None:
         """The coordinator says that the container is protected.
+
+        Args:
+            passed_on: somebody else says it, who was told so or acts in the coordinator's place.
 
         Raises:
             StaleEpochError: the sender's incarnation of the job was superseded.
-            CommitError: the sender is not the container's coordinator.
+            CommitError: the sender is not the container's coordinator, and does not pass it on.
             ReplicatorError: the manifest is not here and could not be fetched.
         """
         self._jobs.check(version.container.job, sender.epoch)
         manifest = self._manifests.get(version)
         if manifest is None:
             manifest = await self._fetch(version, self._peers.resolve(version.container.job, sender.node.node_id))
-        if manifest.coordinator_node_id != sender.node.node_id:
+        if manifest.coordinator_node_id != sender.node.node_id and not passed_on:
             raise CommitError(
                 f"{version} is coordinated by {manifest.coordinator_node_id}, so {sender.node.node_id} cannot say "
                 "that it is protected"
@@ -485,6 +494,17 @@ class Committer:
         for job in self._jobs.names():
             if self._jobs.is_member(job):
                 self._resume_job(job)
+
+    def standing_changed(self) -> None:
+        """Nodes are dead, drained or back: what is not protected may need other buddies, or another coordinator."""
+        for job in self._jobs.names():
+            if self._jobs.is_member(job):
+                for version in self._unprotected(job):
+                    self._own_copies.check(version, again=True)
+
+    def report_for(self, version: ContainerVersion, owner: str) -> None:
+        """The owner is gone, and its objects of the container have all their copies by this node's doing."""
+        self._own_copies.report_for(version, owner)
 
     def joined(self, job: str) -> None:
         """The members of the job are known now."""

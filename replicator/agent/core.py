@@ -13,13 +13,15 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from replicator.agent.abandon import Abandonment
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
+from replicator.agent.drain import Drain
+from replicator.agent.heal import Healer
 from replicator.agent.health import HealthMonitor, NodeHealth, NodeState
 from replicator.agent.jobs import Jobs
 from replicator.agent.landing import Landing
@@ -51,7 +53,7 @@ from replicator.transfer.lane import Lane
 from replicator.transfer.packed import MAX_CALL_BYTES, encode_piece, is_small, packed_service, pieces_of
 from replicator.transfer.serve_limit import ServeLimit
 from replicator.transfer.tickets import TicketOffice
-from replicator.v1 import data_pb2
+from replicator.v1 import data_pb2, types_pb2
 from replicator.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from replicator.wire import object_from_pb, sender_from_pb, sender_to_pb, version_from_pb
 
@@ -91,6 +93,8 @@ class AgentCore:
     lookup: Lookup
     repairer: Repairer
     scrubber: Scrubber
+    healer: Healer
+    drain: Drain
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _closed: bool = False
 
@@ -112,6 +116,7 @@ class AgentCore:
         self._spawn(self.scrubber.run(), "verifying what is held")
         self.peers.source.on_change.append(self.health.wake)
         self._spawn(self.peers.source.run(), "the source of members")
+        self._spawn(self.healer.run(), "the watch over copies")
 
     async def close(self) -> None:
         """Stop serving data, give up what is under way, close all channels. Idempotent; waits for no peer."""
@@ -122,6 +127,8 @@ class AgentCore:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.drain.close()
+        await self.healer.close()
         await self.replicator.close()
         await self.committer.close()
         await self.abandonment.close()
@@ -175,7 +182,9 @@ def build_core(
     client_id = f"agent-{address.identity.incarnation:016x}"
     transport = transport or SocketTransport(config)
     tickets = TicketOffice(clock=clock)
-    serve_limit = ServeLimit(config.serve_limit_bytes_per_s)
+    serve_limit = ServeLimit(
+        config.serve_limit_bytes_per_s, config.heal_limit_bytes_per_s, is_background=tickets.is_background
+    )
     peers = PeerDirectory(config, address, jobs, counters, transport.channel)
     manifests = Manifests(store, counters)
     retention = Retention(config, address, store, jobs, manifests, counters)
@@ -210,6 +219,20 @@ def build_core(
 
     health.on_change.append(on_health)
     scrubber = Scrubber(config, store, landing, counters, lambda: bool(puller.running or replicator.on_their_way))
+    healer = Healer(
+        config,
+        address,
+        store,
+        jobs,
+        peers,
+        health,
+        manifests,
+        lookup,
+        replicator,
+        retention,
+        committer,
+        counters,
+    )
     return AgentCore(
         config=config,
         identity=address.identity,
@@ -234,6 +257,8 @@ def build_core(
         lookup=lookup,
         repairer=repairer,
         scrubber=scrubber,
+        healer=healer,
+        drain=Drain(address.node_id, jobs, peers, puller, healer, counters),
     )
 
 
@@ -258,11 +283,29 @@ def add_peer_services(server: grpc.aio.Server, core: AgentCore) -> None:
         held = core.store.objects(version)
         return read_pieces(core.store.paths, version, [held.get(name) for name in request.names])
 
+    def is_background(node_id: str, container: types_pb2.ContainerRef, names: Iterable[str]) -> bool:
+        version = version_from_pb(container)
+        return any(core.replicator.is_background(version.object(name), node_id) for name in names)
+
     deadline_s, limit = core.config.deadline_s, core.serve_limit
     server.add_generic_rpc_handlers(
         (
-            data_service(open_for_read, send_timeout_s=deadline_s, serve_limit=limit),
-            packed_service(open_packed, send_timeout_s=deadline_s, serve_limit=limit),
+            data_service(
+                open_for_read,
+                send_timeout_s=deadline_s,
+                serve_limit=limit,
+                is_background=lambda request: is_background(
+                    request.sender.node.node_id, request.object.container, (request.object.name,)
+                ),
+            ),
+            packed_service(
+                open_packed,
+                send_timeout_s=deadline_s,
+                serve_limit=limit,
+                is_background=lambda request: is_background(
+                    request.sender.node.node_id, request.container, request.names
+                ),
+            ),
         )
     )
 

@@ -75,6 +75,8 @@ async def _serve(config: AgentConfig) -> int:
     ended = asyncio.ensure_future(agent.ended.wait())
     await asyncio.wait((waiting, ended), return_when=asyncio.FIRST_COMPLETED)
     stop.set()
+    if config.drain_grace_s and not agent.ended.is_set():
+        await agent.drain(hurry)
     # Threads that do not come back from the kernel cannot keep the process.
     watchdog = threading.Timer(MAX_GRACE_S + _MAX_CLOSING_S, _give_up)
     watchdog.daemon = True
@@ -232,6 +234,26 @@ class Agent:
                 "tls": self.config.tls,
                 "version": version(),
                 "seconds": round(time.monotonic() - began, 3),
+            },
+        )
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Give what only this node provides to others, for at most `drain_grace_s`, and no longer once in a `hurry`."""
+        drained = asyncio.ensure_future(self.core.drain.finish(self.config.drain_grace_s))
+        hurried = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (drained, hurried):
+            waiting.cancel()
+        await asyncio.gather(drained, hurried, return_exceptions=True)
+        progress = self.core.drain.progress()
+        log.log(
+            logging.WARNING if progress.objects_left or not progress.done else logging.INFO,
+            "drained before the end" if progress.done else "not all was moved in the time that there was",
+            extra={
+                "objects_moved": progress.objects_moved,
+                "bytes_moved": progress.bytes_moved,
+                "objects_left": progress.objects_left,
+                "reason": progress.reason,
             },
         )
 

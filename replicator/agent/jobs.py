@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from replicator.agent.placing import PlacementChoice, Placing, labels_of
+from replicator.decide.heal import candidates, standing_buddies
 from replicator.decide.placement import Buddies, Placement, Preference, note
 from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError, StoreFullError
 from replicator.ids import (
@@ -95,6 +96,9 @@ class Jobs:
         self._elders: dict[str, tuple[int, NodeAddress]] = {}
         self._states: dict[str, JobState] = {}
         self._attempts: dict[str, tuple[int, int]] = {}
+        # Set by whoever watches the nodes: those that are dead, and those that are being drained.
+        self.dead: frozenset[str] = frozenset()
+        self.leaving: frozenset[str] = frozenset()
         self._opening: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         for job in store.jobs():
             state = store.job_state(job)
@@ -148,7 +152,27 @@ class Jobs:
 
     def buddies(self, job: str) -> tuple[str, ...]:
         """Where this node's objects of the job are copied to; none while it is no member of the job."""
-        return self.placement(job).buddies.get(self._address.node_id, ())
+        return self.buddies_of(job, self._address.node_id)
+
+    def buddies_of(self, job: str, owner: str) -> tuple[str, ...]:
+        """Where a member's objects are copied to: those agreed on, who is dead or being drained replaced if it can be.
+
+        None for a node that is no member.
+        """
+        agreed = self.placement(job).buddies.get(owner, ())
+        avoided = self.dead | self.leaving
+        if avoided.isdisjoint(agreed):
+            return agreed
+        members = [member.node_id for member in self.members(job)]
+        return standing_buddies(owner, members, len(agreed), avoided, self.preference(job)).node_ids
+
+    def acting(self, job: str, coordinator: str) -> str:
+        """Who does the coordinator's work: itself, or while it is dead (or no member) the next node by placement."""
+        members = [member.node_id for member in self.members(job)]
+        if not members or (coordinator in members and coordinator not in self.dead):
+            return coordinator
+        order = candidates(coordinator, members, self.replicas(job), self.preference(job))
+        return next((node for node in order if node in members and node not in self.dead), coordinator)
 
     def buddy_addresses(self, job: str) -> tuple[NodeAddress, ...]:
         """The addresses of `buddies(job)`, in the same order."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from replicator.agent.abandon import MAX_TOLD, Abandonment
 from replicator.agent.counters import Counters
@@ -118,13 +118,16 @@ class Lookup:
         return plan
 
     async def inventories(
-        self, job: str, deadline_s: float, step: int | None = None
+        self, job: str, deadline_s: float, step: int | None = None, nodes: Sequence[NodeAddress] | None = None
     ) -> tuple[list[NodeInventory], dict[ContainerVersion, Manifest], list[Unanswered]]:
         """What every node holds of the job (of all jobs, when empty), of one step when given, and all manifests.
 
         This node is included.
+
+        Args:
+            nodes: ask only these.
         """
-        round_ = _Round(self, job, 0, step, deadline_s)
+        round_ = _Round(self, job, 0, step, deadline_s, nodes)
         inventories, manifests, _ = await round_.ask_all()
         return inventories, manifests, round_.unanswered()
 
@@ -176,10 +179,19 @@ class Lookup:
 class _Round:
     """One round of questions."""
 
-    def __init__(self, lookup: Lookup, job: str, epoch: int, step: int | None, deadline_s: float) -> None:
+    def __init__(
+        self,
+        lookup: Lookup,
+        job: str,
+        epoch: int,
+        step: int | None,
+        deadline_s: float,
+        nodes: Sequence[NodeAddress] | None = None,
+    ) -> None:
         self._of = lookup
         self._job = job
         self._step = step
+        self._nodes = nodes
         self._deadline_s = deadline_s
         self._end = self._now() + deadline_s
         self._sender = Sender(lookup._address.identity, job, epoch)
@@ -195,11 +207,14 @@ class _Round:
         of = self._of
         self._answers[of._address.node_id] = NodeInventory(of._address, of.local(self._job, self._step))
         answers_end = self._end - self._deadline_s * _MANIFEST_SHARE
-        pending = self._ask([*self._known(), *of._peers.configured], answers_end)
+        first: Iterable[NodeAddress | str] = self._nodes or ()
+        if self._nodes is None:
+            first = [*self._known(), *of._peers.configured]
+        pending = self._ask(first, answers_end)
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                pending |= self._ask(task.result(), answers_end)
+                pending |= self._ask(task.result() if self._nodes is None else (), answers_end)
         if self._stale is not None:
             raise self._stale
         inventories = [self._answers[node_id] for node_id in sorted(self._answers)]

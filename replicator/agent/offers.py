@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from replicator.errors import ReplicationError, ReplicatorError, StaleEpochError
+from replicator.errors import NodeDrainingError, ReplicationError, ReplicatorError, StaleEpochError
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.packed import is_small
@@ -49,10 +49,15 @@ class Pending:
 
 
 class OfferQueue:
-    """All objects on their way to one buddy. Bounded by `Replicator`."""
+    """All objects on their way to one buddy. Bounded by `Replicator`.
 
-    def __init__(self, buddy: str, jitter: Callable[[], float] = random.random) -> None:
+    Args:
+        background: these copies replace lost ones, and wait for those of what was just written.
+    """
+
+    def __init__(self, buddy: str, jitter: Callable[[], float] = random.random, *, background: bool = False) -> None:
         self.buddy = buddy
+        self.background = background
         self.heard_at: float | None = None
         self._jitter = jitter
         self._pending: dict[ObjectVersion, Pending] = {}
@@ -154,7 +159,7 @@ class OfferQueue:
 
     def verdict(self, item: Pending, last: ReplicatorError, now: float) -> ReplicatorError:
         """The error that ends it, naming the buddy and the attempts."""
-        if isinstance(last, StaleEpochError):
+        if self.background or isinstance(last, StaleEpochError | NodeDrainingError):
             return last
         shown = item.failures[:_SHOWN_ATTEMPTS] or [f"{last.kind}: {last}"]
         attempts = f"{item.attempts} attempt{'' if item.attempts == 1 else 's'}"
@@ -175,5 +180,5 @@ def is_final(error: ReplicatorError) -> bool:
 
 _FINAL = frozenset(
     {"StaleEpochError", "ObjectExistsError", "InvalidIdError", "ObjectNotFoundError", "UnsupportedError"}
-    | {"ReplicationError"}
+    | {"ReplicationError", "NodeDrainingError"}
 )

@@ -93,6 +93,14 @@ class OwnCopies:
             return
         self._background.spawn("look again", version, self._look_again(version))
 
+    def report_for(self, version: ContainerVersion, owner: str) -> None:
+        """Report in the place of an owner that is gone: all its objects have their copies, by this node's doing."""
+        manifest = self._manifests.get(version)
+        if manifest is None or self._store.is_protected(version) or self._background.closed:
+            return
+        held = [HeldObject(one.name, one.size, one.crc32c) for one in manifest.entries if one.owner_node_id == owner]
+        self._background.spawn(f"report for {owner}", version, self._report_for(manifest, owner, held))
+
     def forget(self, version: ContainerVersion) -> None:
         """The container is protected."""
         self._replicator.forget(version)
@@ -172,19 +180,33 @@ class OwnCopies:
             while len(self._reported) > MAX_REPORTED:
                 self._reported.popitem(last=False)
 
-    async def _tell(self, manifest: Manifest, part: Sequence[HeldObject]) -> None:
+    async def _report_for(self, manifest: Manifest, owner: str, held: Sequence[HeldObject]) -> None:
+        async def once() -> None:
+            for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):
+                await self._tell(manifest, held[start : start + OBJECTS_PER_INVENTORY_MESSAGE], owner)
+
+        try:
+            await repeat(once, self._deadline_s, final=(StaleEpochError,))
+        except ReplicatorError as error:
+            log.warning(
+                "the coordinator was not told of copies", extra=fields(manifest.version, owner=owner, reason=error)
+            )
+
+    async def _tell(self, manifest: Manifest, part: Sequence[HeldObject], owner: str = "") -> None:
         version = manifest.version
         job = version.container.job
-        if manifest.coordinator_node_id == self._node_id:
-            self._tell_here(version, self._node_id, part)
+        coordinator = self._jobs.acting(job, manifest.coordinator_node_id)
+        if coordinator == self._node_id:
+            self._tell_here(version, owner or self._node_id, part)
             return
         request = peer_pb2.ReportReplicatedRequest(
             sender=sender_to_pb(self._peers.sender_of(job)),
             container=version_to_pb(version),
             objects=[held_to_pb(one) for one in part],
+            owner_node_id=owner,
         )
         await self._peers.unary(
-            self._peers.resolve(job, manifest.coordinator_node_id),
+            self._peers.resolve(job, coordinator),
             "PeerService/ReportReplicated",
             request,
             peer_pb2.ReportReplicatedReply,

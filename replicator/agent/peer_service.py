@@ -22,7 +22,7 @@ from replicator.errors import (
     ReplicatorError,
 )
 from replicator.faultpoints import reach
-from replicator.ids import NodeAddress
+from replicator.ids import NodeAddress, validate_node_id
 from replicator.v1 import peer_pb2, peer_pb2_grpc, types_pb2
 from replicator.version import version as own_version
 from replicator.wire import (
@@ -87,6 +87,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         """Who this is, where its bulk lane is, and what it knows of the sender's job."""
         core = self.core
         sender = sender_from_pb(request.sender)
+        core.peers.note_draining(sender.node.node_id, sender.node, draining=request.draining)
         if sender.job and request.grpc_address:
             core.peers.look_at(sender.job, [NodeAddress(sender.node, validate_address(request.grpc_address))])
         members = core.jobs.everyone(sender.job) if sender.job else ()
@@ -100,6 +101,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             known_members=[node_address_to_pb(node) for node in members],
             labels=labels_to_pb(core.address.labels),
             members_epoch=core.jobs.members_epoch(sender.job) if sender.job else 0,
+            draining=core.peers.own_draining,
         )
         if request.want_placement and (agreed := core.jobs.agreed(sender.job)) is not None:
             reply.placement.CopyFrom(placement_to_pb(agreed))
@@ -128,7 +130,9 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             infos.append(info)
             places.append(place)
         outcomes: Outcomes[int] = Outcomes()
-        for place, taking in zip(places, core.puller.take(infos, source, limit), strict=True):
+        for place, taking in zip(
+            places, core.puller.take(infos, source, limit, background=request.background), strict=True
+        ):
             if isinstance(taking, Taking):
                 outcomes.add(place, taking)
             else:
@@ -142,13 +146,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         """Describe a held object, with a ticket for the bulk lane when asked for."""
         core = self.core
         one = object_from_pb(request.object)
-        self._check_if_given(request.sender)
+        sender = self._check_if_given(request.sender)
         info = core.store.get(one)
         if info is None:
             raise ObjectNotFoundError(f"{one} is not held by node {core.identity.node_id} (any more)")
         reply = peer_pb2.OpenObjectReply(descriptor=info_to_pb(info))
         if request.want_ticket and core.bulk is not None:
-            ticket, ttl_s = core.tickets.issue(one)
+            ticket, ttl_s = core.tickets.issue(one, core.replicator.is_background(one, sender.node.node_id))
             reply.ticket, reply.ticket_ttl_ms, reply.bulk_address = ticket, int(ttl_s * 1000), core.bulk_address
         return reply
 
@@ -191,7 +195,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         version = version_from_pb(request.container)
         sender = self._require_job(request.sender)
         held = [held_from_pb(one) for one in request.objects]
-        self.core.committer.owner_reported(version, sender.node.node_id, held)
+        owner = validate_node_id(request.owner_node_id) if request.owner_node_id else sender.node.node_id
+        self.core.committer.owner_reported(version, owner, held)
         return peer_pb2.ReportReplicatedReply()
 
     @_served
@@ -200,7 +205,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
     ) -> peer_pb2.MarkProtectedReply:
         """A container is protected."""
         version = version_from_pb(request.container)
-        await self.core.committer.mark_protected(version, self._require_job(request.sender))
+        sender = self._require_job(request.sender)
+        await self.core.committer.mark_protected(version, sender, passed_on=request.passed_on)
         return peer_pb2.MarkProtectedReply()
 
     @_served

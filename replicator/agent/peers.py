@@ -76,7 +76,12 @@ class PeerDirectory:
         self._claims: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._draining: dict[str, NodeIdentity] = {}
         self.on_replaced: list[ReplacedCallback] = []
+        # Called when another node is being drained, or no longer is.
+        self.on_draining: list[Callable[[], None]] = []
+        self.own_draining = False
+        """Whether this agent says of itself that it is being drained."""
         self._own_names = {address.grpc_address}
         self.source = source or build_source(config, address)
 
@@ -150,6 +155,27 @@ class PeerDirectory:
         """The node that answered last at an address."""
         link = self._links.get(address)
         return None if link is None else link.node
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Nodes that said, in the incarnation that is there now, that they are being drained."""
+        return frozenset(self._draining)
+
+    def note_draining(self, node_id: str, identity: NodeIdentity | None = None, *, draining: bool = True) -> None:
+        """The node (by default the incarnation that answered last) said of itself whether it is being drained."""
+        known = self._met.get(node_id)
+        identity = identity or (known.identity if known is not None else None)
+        if identity is None or (known is not None and known.identity != identity):
+            return
+        before = self._draining.get(node_id)
+        if draining:
+            self._draining[node_id] = identity
+        else:
+            self._draining.pop(node_id, None)
+        if (before is not None) != draining:
+            log.info("a peer is being drained" if draining else "a peer takes copies again", extra={"peer": node_id})
+            for callback in self.on_draining:
+                callback()
 
     def known(self) -> tuple[NodeAddress | str, ...]:
         """Every other node of every job, and configured addresses whose node is not known yet."""
@@ -342,6 +368,7 @@ class PeerDirectory:
             sender=sender_to_pb(self.sender_of(job) if job else self.sender),
             grpc_address=self._address.grpc_address,
             known_digest=self._jobs.digest(job) if job else 0,
+            draining=self.own_draining,
         )
         if not isinstance(node, str):
             request.expected.CopyFrom(identity_to_pb(node.identity))
@@ -406,6 +433,7 @@ class PeerDirectory:
             )
             for callback in self.on_replaced:
                 callback(before, node)
+        self.note_draining(node.node_id, node.identity, draining=reply.draining)
 
     def _require(self, wanted: NodeAddress | str, found: NodeAddress | None) -> None:
         if isinstance(wanted, str) or found is None or found.node_id == wanted.node_id:

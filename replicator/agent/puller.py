@@ -27,6 +27,7 @@ from replicator.config import AgentConfig
 from replicator.decide.types import ObjectSource
 from replicator.errors import (
     DeadlineExceededError,
+    NodeDrainingError,
     ObjectExistsError,
     ReplicationError,
     ReplicatorError,
@@ -39,6 +40,8 @@ from replicator.store.trailer import ObjectInfo
 from replicator.v1 import local_pb2
 
 MAX_PULLS = 4
+# Of copies that replace lost ones, beside those: a node that comes back empty is filled no faster (F20).
+MAX_BACKGROUND_PULLS = 2
 MAX_QUEUED_EVENTS = 1024
 _PROGRESS_S = 0.25
 
@@ -72,6 +75,7 @@ class Puller:
         self._takings = Takings(address.node_id, counters)
         self._packer = packer
         self._offered_slots = asyncio.Semaphore(MAX_PULLS)
+        self._background_slots = asyncio.Semaphore(MAX_BACKGROUND_PULLS)
         self._wanted_slots = asyncio.Semaphore(MAX_PULLS)
         self._quiet = Quiet()
         self._refill = Refill(store, self._takings, retention, counters, self._quiet, self._land_wanted)
@@ -79,6 +83,9 @@ class Puller:
         self._small = SmallRetrieval(
             client_id, store, opener, landing, self._takings, packer, self._wanted_slots, self._pull_wanted
         )
+
+        self.draining = False
+        """Whether this node takes no copies."""
 
     @property
     def running(self) -> int:
@@ -88,7 +95,7 @@ class Puller:
     # -- for owners who made this node their buddy
 
     def take(
-        self, infos: Sequence[ObjectInfo], source: NodeAddress, deadline_s: float
+        self, infos: Sequence[ObjectInfo], source: NodeAddress, deadline_s: float, *, background: bool = False
     ) -> list[Taking | ReplicatorError]:
         """Start pulling offered objects; that goes on also when nobody waits for them any more.
 
@@ -96,12 +103,15 @@ class Puller:
 
         Args:
             deadline_s: without progress for this long, the source is given up.
+            background: they wait for a slot of their own kind, so that what was just written is not held up by them.
 
         Returns:
             For each object, how it is on its way, or why it is not:
+            NodeDrainingError: this node is being drained.
             ReplicationError: this node does not take it, or has too much waiting already.
             ObjectExistsError: other content is sealed here under that name, or on its way.
         """
+        slots = self._background_slots if background else self._offered_slots
         packed: list[Wanted] = []
         taken: list[Taking | ReplicatorError] = []
         for offered in infos:
@@ -109,13 +119,20 @@ class Puller:
             if info.client_id != self._client_id:
                 info = dataclasses.replace(info, client_id=self._client_id)
             try:
-                taken.append(self._take(info, source, deadline_s, packed))
+                taken.append(self._take(info, source, deadline_s, slots, packed))
             except ReplicatorError as error:
                 taken.append(error)
-        self._pull_packed(packed, source, deadline_s)
+        self._pull_packed(packed, source, deadline_s, slots)
         return taken
 
-    def _take(self, info: ObjectInfo, source: NodeAddress, deadline_s: float, packed: list[Wanted]) -> Taking:
+    def _take(
+        self,
+        info: ObjectInfo,
+        source: NodeAddress,
+        deadline_s: float,
+        slots: asyncio.Semaphore,
+        packed: list[Wanted],
+    ) -> Taking:
         one = info.object
         held = self._store.get(one)
         if held is not None:
@@ -125,6 +142,11 @@ class Puller:
                     f"{held.crc32c:08x}; offered were {info.size} bytes, {info.crc32c:08x}. Begin a new attempt"
                 )
             return self._takings.held(held)
+        if self.draining:
+            self._counters.add("offers_refused")
+            raise NodeDrainingError(
+                f"node {self._address.node_id} is being drained and takes no copies; {one} is to go to another node"
+            )
         self._require_wanted(one.version)
         taking = self._takings.join(one, info.size, info.crc32c)
         if taking is None and self._packer.takes(info.size, info.block_size):
@@ -132,12 +154,14 @@ class Puller:
             packed.append(Wanted(taking, info, (source.node_id,)))
         elif taking is None:
             taking = self._takings.start(
-                one, info.size, info.crc32c, lambda taking: self._pull_offered(taking, info, source, deadline_s)
+                one, info.size, info.crc32c, lambda taking: self._pull_offered(taking, info, source, deadline_s, slots)
             )
         taking.users += 1
         return taking
 
-    def _pull_packed(self, wanted: Sequence[Wanted], source: NodeAddress, deadline_s: float) -> None:
+    def _pull_packed(
+        self, wanted: Sequence[Wanted], source: NodeAddress, deadline_s: float, slots: asyncio.Semaphore
+    ) -> None:
         by_version: dict[ContainerVersion, list[Wanted]] = {}
         for one in wanted:
             by_version.setdefault(one.info.object.version, []).append(one)
@@ -150,15 +174,17 @@ class Puller:
                 version=version,
                 deadline_s=deadline_s,
                 resolve=lambda node_id: source,
-                slots=self._offered_slots,
+                slots=slots,
                 require_wanted=require_wanted,
-                ordinary=lambda one: self._pull_offered(one.taking, one.info, source, deadline_s),
+                ordinary=lambda one: self._pull_offered(one.taking, one.info, source, deadline_s, slots),
                 failure=_not_pulled,
             )
             self._packer.bring(errand, part)
 
-    async def _pull_offered(self, taking: Taking, info: ObjectInfo, source: NodeAddress, deadline_s: float) -> Taken:
-        async with self._offered_slots:
+    async def _pull_offered(
+        self, taking: Taking, info: ObjectInfo, source: NodeAddress, deadline_s: float, slots: asyncio.Semaphore
+    ) -> Taken:
+        async with slots:
             taking.waiting = False
             self._require_wanted(info.object.version)
             sources = [self._opener.source_at(info.object, source)]

@@ -22,6 +22,7 @@ from replicator.config import AgentConfig
 from replicator.errors import (
     CorruptObjectError,
     InvalidIdError,
+    NodeDrainingError,
     ObjectNotFoundError,
     PeerUnavailableError,
     ReplicationError,
@@ -41,11 +42,15 @@ from replicator.wire import (
     node_address_to_pb,
     object_from_pb,
     sender_to_pb,
+    version_from_pb,
 )
 
 MAX_PENDING = 1 << 17
 MAX_STREAMS_PER_BUDDY = 4
 MAX_REMEMBERED_VERSIONS = 64
+
+# Job, buddy, and whether it is work in the background.
+_Key = tuple[str, str, bool]
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +73,9 @@ class Replicator:
         self._jobs = jobs
         self._peers = peers
         self._counters = counters
-        self._queues: dict[tuple[str, str], OfferQueue] = {}
-        self._streams: dict[tuple[str, str], set[asyncio.Task[None]]] = {}
-        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._queues: dict[_Key, OfferQueue] = {}
+        self._streams: dict[_Key, set[asyncio.Task[None]]] = {}
+        self._timers: dict[_Key, asyncio.TimerHandle] = {}
         self._acks: OrderedDict[ContainerVersion, dict[tuple[str, str], NodeIdentity]] = OrderedDict()
         self._checks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -110,18 +115,61 @@ class Replicator:
         self._jobs.check(job, epoch)
         infos = [self._require(one) for one in objects]
         chosen = self._jobs.buddies(job)
+        self._enter([(job, buddy, False) for buddy in chosen], infos, epoch, deadline_s, report)
+        return chosen
+
+    async def copy_to(
+        self, node_id: str, objects: Sequence[ObjectVersion], epoch: int, deadline_s: float
+    ) -> dict[ObjectVersion, ReplicatorError]:
+        """Copy objects that this node holds (all of one job), whoever owns them, to any node, in the background.
+
+        Returns the objects that were not copied, with the reason, once all have an outcome.
+
+        Raises:
+            ReplicatorError: like `replicate`.
+        """
+        job = objects[0].version.container.job
+        self._jobs.check(job, epoch)
+        infos = [self._require(one) for one in objects]
+        failed: dict[ObjectVersion, ReplicatorError] = {}
+        open_ = {info.object for info in infos}
+        done = asyncio.Event()
+
+        def report(event: local_pb2.ReplicationEvent | local_pb2.ReplicatedObjects) -> None:
+            if isinstance(event, local_pb2.ReplicationEvent):
+                one = object_from_pb(event.object)
+                open_.discard(one)
+                if not event.ok:
+                    failed[one] = from_wire(event.error_kind, event.error_message)
+            else:
+                version = version_from_pb(event.container)
+                open_.difference_update(version.object(name) for name in event.names)
+            if not open_:
+                done.set()
+
+        self._enter([(job, node_id, True)], infos, epoch, deadline_s, report)
+        await done.wait()
+        return failed
+
+    def is_background(self, one: ObjectVersion, node_id: str) -> bool:
+        """Whether the object is on its way to that node by `copy_to`."""
+        queue = self._queues.get((one.version.container.job, node_id, True))
+        return queue is not None and one in queue
+
+    def _enter(
+        self, keys: Sequence[_Key], infos: Sequence[ObjectInfo], epoch: int, deadline_s: float, report: Report
+    ) -> None:
         waiting = sum(len(queue) for queue in self._queues.values())
-        if waiting + len(infos) * len(chosen) > MAX_PENDING:
+        if waiting + len(infos) * len(keys) > MAX_PENDING:
             raise ReplicationError(
                 f"{waiting} copies are on their way already, at most {MAX_PENDING} may be; wait for their outcomes"
             )
         now = self._now()
-        for buddy in chosen:
-            queue = self._queues.setdefault((job, buddy), OfferQueue(buddy))
+        for key in keys:
+            queue = self._queues.setdefault(key, OfferQueue(key[1], background=key[2]))
             for info in infos:
                 queue.add(info, epoch, deadline_s, report, now)
-            self._schedule((job, buddy), 0.0)
-        return chosen
+            self._schedule(key, 0.0)
 
     def ensure(self, objects: Sequence[ObjectVersion], epoch: int) -> None:
         """Offer again what is neither acknowledged nor on its way; the outcome shows in `acknowledged`."""
@@ -190,14 +238,14 @@ class Replicator:
 
     # -- one buddy
 
-    def _schedule(self, key: tuple[str, str], delay_s: float) -> None:
+    def _schedule(self, key: _Key, delay_s: float) -> None:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
         if not self._closed:
             self._timers[key] = asyncio.get_running_loop().call_later(delay_s, self._dispatch, key)
 
-    def _dispatch(self, key: tuple[str, str]) -> None:
+    def _dispatch(self, key: _Key) -> None:
         """Start offers as far as objects are due and streams are free."""
         self._timers.pop(key, None)
         queue = self._queues[key]
@@ -218,7 +266,7 @@ class Replicator:
         elif not len(queue) and not streams:
             del self._queues[key], self._streams[key]
 
-    def _ended(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+    def _ended(self, key: _Key, task: asyncio.Task[None]) -> None:
         self._streams[key].discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("an offer ended with an error of this program", exc_info=task.exception())
@@ -259,6 +307,7 @@ class Replicator:
             source=node_address_to_pb(self._address),
             deadline_ms=int(first.deadline_s * 1000),
             batched=True,
+            background=queue.background,
         )
         awaited = f"copies of {len(open_items)} objects, {first.object} first"
         self._counters.add("offers_sent")
@@ -345,6 +394,8 @@ class Replicator:
         self._counters.add("replica_attempts_failed")
         if isinstance(error, CorruptObjectError):
             self._suspect(item.object)
+        if isinstance(error, NodeDrainingError):
+            self._peers.note_draining(queue.buddy)
         if queue.failed(item, error, now):
             log.info(
                 "a replica is tried again",
@@ -395,7 +446,9 @@ class Replicator:
 
     def _is_on_its_way(self, one: ObjectVersion) -> bool:
         job = one.version.container.job
-        return any(one in queue for (of_job, _), queue in self._queues.items() if of_job == job)
+        return any(
+            one in queue for (of_job, _, background), queue in self._queues.items() if of_job == job and not background
+        )
 
     def _forget(self, before: NodeAddress, now: NodeAddress) -> None:
         """What a former incarnation acknowledged says nothing about the one that is there now."""

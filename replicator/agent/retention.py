@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
@@ -47,6 +48,7 @@ class Retention:
         self._dropped: OrderedDict[ContainerVersion, str] = OrderedDict()
         self._recoverable: dict[str, tuple[ContainerVersion, ContainerVersion | None]] = {}
         self._retrieved: dict[str, ContainerVersion] = {}
+        self._short: dict[str, dict[ContainerVersion, bool]] = {}
 
     async def run(self, job: str) -> int:
         """Drop what `plan_retention` allows for the job; returns how many containers."""
@@ -62,7 +64,7 @@ class Retention:
         dropped when all of it together is not enough: what asked would fail all the same, and the containers be lost
         for nothing.
         """
-        views = [view for job in self._jobs_held() for view in self._views(job)]
+        views = [view for job in self._jobs_held() for view in self._views(job, pressed=True)]
         drops = plan_retention(views, keep_last=1)
         if sum(self._store.bytes_of(drop.version) for drop in drops) < wanted_bytes:
             return 0
@@ -128,13 +130,22 @@ class Retention:
         """A trainer brings this container here to load it: keep it until a later epoch's container is protected."""
         self._retrieved[version.container.job] = version
 
-    def _views(self, job: str) -> list[RetentionView]:
+    def note_short(self, job: str, short: Mapping[ContainerVersion, bool]) -> None:
+        """Containers that lost copies, and whether objects of them have none left. In any thread.
+
+        They supersede nothing until they have all copies again; when the store is full, those that lost everything.
+        """
+        self._short[job] = dict(short)
+
+    def _views(self, job: str, *, pressed: bool = False) -> list[RetentionView]:
         versions = self._store.versions(job)
-        protected = [version for version in versions if self._is_protected(version)]
+        short = self._short.get(job, {})
+        marked = [version for version in versions if self._is_protected(version)]
+        protected = [version for version in marked if not (short.get(version, False) if pressed else version in short)]
         newest_epoch = max((version.epoch for version in protected if self._is_resumable(version)), default=0)
         retrieved = self._retrieved.get(job)
         recoverable, newest_then = self._recoverable.get(job, (None, None))
-        if max(protected, key=recency, default=None) != newest_then:
+        if max(marked, key=recency, default=None) != newest_then:
             recoverable = None  # What was protected since then was acknowledged by all its holders later than that.
         views = []
         for version in versions:
@@ -156,9 +167,9 @@ class Retention:
     def _is_complete(self, manifest: Manifest) -> bool:
         """Whether this node has everything of the container that placement gives it."""
         job = manifest.version.container.job
-        buddies = self._jobs.placement(job).buddies
         owners = {entry.owner_node_id for entry in manifest.entries}
-        mine = {owner for owner in owners if owner == self._node_id or self._node_id in buddies.get(owner, ())}
+        me = self._node_id
+        mine = {owner for owner in owners if owner == me or me in self._jobs.buddies_of(job, owner)}
         held = self._store.objects(manifest.version)
         for entry in manifest.entries:
             if entry.owner_node_id in mine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from replicator.version import version
 
 if TYPE_CHECKING:
     from replicator.agent.core import AgentCore
+    from replicator.agent.drain import DrainProgress
 
-
+# Containers short of copies in one status.
+MAX_SHORT = 64
 # Of thousands of peers that are all dead, the reasons still fit into one reply.
 MAX_REASON_CHARS = 200
 
@@ -53,6 +56,7 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float, *, brief
         scrub_began_unix_ms=core.scrubber.progress.began_unix_ms,
         scrub_finished_unix_ms=core.scrubber.progress.finished_unix_ms,
         scrub_bytes_per_s=core.config.scrub_bytes_per_s,
+        healing=_healing(core),
     )
 
 
@@ -71,6 +75,30 @@ def _membership(status: SourceStatus) -> admin_pb2.MembershipStatus:
         addresses=status.addresses,
         problem=status.problem[:MAX_REASON_CHARS],
         problem_since_unix_ms=int(status.problem_since_unix_s * 1000),
+    )
+
+
+def drain_event(core: AgentCore, progress: DrainProgress) -> admin_pb2.DrainEvent:
+    """How far the drain of this node is, as a message."""
+    return admin_pb2.DrainEvent(node_id=core.identity.node_id, **dataclasses.asdict(progress))
+
+
+def _healing(core: AgentCore) -> admin_pb2.Healing:
+    """The newest containers that are short of copies: an operator looks at those, and a message has a bound."""
+    return admin_pb2.Healing(
+        draining=core.drain.active,
+        objects_moving=core.healer.moves.objects_left,
+        bytes_moving=core.healer.moves.bytes_left,
+        short=[
+            admin_pb2.ShortContainer(
+                container=wire.version_to_pb(short.version),
+                objects=short.objects,
+                size_bytes=short.size_bytes,
+                unplaced=short.unplaced,
+                lost=short.lost,
+            )
+            for short in core.healer.short()[:MAX_SHORT]
+        ],
     )
 
 

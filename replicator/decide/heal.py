@@ -80,11 +80,24 @@ class Short:
 
 
 @dataclass(frozen=True, slots=True)
-class HealingPlan:
-    """What is to be done (newest container first), and what is short of copies now (in the same order)."""
+class Whole:
+    """An owner's objects of a container that is not protected, all of which have all copies that were ever wanted.
 
-    moves: tuple[Move, ...]
-    short: tuple[Short, ...]
+    `responsible` has them, and says so when the owner cannot.
+    """
+
+    version: ContainerVersion
+    owner_node_id: str
+    responsible: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealingPlan:
+    """What is to be done, what is short of copies, and what can be called protected; newest container first."""
+
+    moves: tuple[Move, ...] = ()
+    short: tuple[Short, ...] = ()
+    whole: tuple[Whole, ...] = ()
 
 
 def standing_buddies(
@@ -132,6 +145,7 @@ def plan_healing(
 ) -> HealingPlan:
     """What is to be copied now so that each object of each committed container has `replicas` + 1 copies that count.
 
+    With fewer nodes than that which are neither dead nor leaving, as many copies as there are nodes are enough.
     Left alone are containers without a manifest, and objects of containers that are not protected yet whose owner and
     buddies are all there: the owner is still copying those.
 
@@ -145,7 +159,7 @@ def plan_healing(
     plan = _Plan(manifests, inventories, standing, owners, place)
     for version in sorted(manifests, key=lambda version: (recency(version), version.container.job), reverse=True):
         plan.add(version)
-    return HealingPlan(tuple(plan.moves), tuple(plan.short))
+    return HealingPlan(tuple(plan.moves), tuple(plan.short), tuple(plan.whole))
 
 
 @dataclass(slots=True)
@@ -171,10 +185,12 @@ class _Plan:
     ) -> None:
         self.moves: list[Move] = []
         self.short: list[Short] = []
+        self.whole: list[Whole] = []
         self._manifests = manifests
         self._standing = standing
         self._owners = owners
         self._place = place
+        self._staying = set(standing.members) - standing.dead - standing.leaving
         self._orders: dict[tuple[str, int], tuple[tuple[str, ...], dict[str, int]]] = {}
         self._answers = {
             inventory.node.node_id: {held.version: held for held in inventory.containers}
@@ -217,6 +233,8 @@ class _Plan:
         takers = [
             node for node in sorted(self._takers, key=place.__getitem__) if (version, node) not in standing.refused
         ]
+        everywhere: set[str] | None = None
+        enough = min(replicas + 1, len({*standing.members, owner}))
         # Objects of one owner are mostly in the same places: they go in one move.
         moves: dict[tuple[tuple[str, ...], str, int], list[ManifestEntry]] = {}
         for entry in entries:
@@ -227,11 +245,15 @@ class _Plan:
                 for node in by_right
                 if node in standing.silent and node not in self._answers and node not in standing.leaving
             ]
-            missing = replicas + 1 - len({*counting, *believed})
+            have = {*counting, *believed}
+            wanted = max(1, min(replicas + 1, len(have | self._staying)))
+            missing = wanted - len(have)
+            readable = [node for node in holders if node not in standing.silent]
+            sure = {node for node in counting if node in readable}
+            everywhere = (sure if everywhere is None else everywhere & sure) if len(sure) >= enough else set()
             if missing <= 0:
                 continue
-            readable = [node for node in holders if node not in standing.silent]
-            if not is_protected and owner in readable and self._owner_copies(by_right):
+            if not is_protected and owner in readable and self._is_with_its_owner(by_right):
                 continue
             tally.objects += 1
             tally.size_bytes += entry.size
@@ -249,7 +271,11 @@ class _Plan:
                 *(node for node in readable if node not in standing.leaving),
             )
             for target in targets:
-                moves.setdefault((sources, target, replicas + 1 - missing), []).append(entry)
+                moves.setdefault((sources, target, len(have)), []).append(entry)
+        if everywhere and not is_protected:
+            self.whole.append(
+                Whole(version, owner, min(everywhere, key=lambda node: (place.get(node, len(place)), node)))
+            )
         for (sources, target, copies), moved in sorted(moves.items()):
             self.moves.append(
                 Move(
@@ -281,7 +307,7 @@ class _Plan:
                 found.append(node)
         return sorted(found, key=lambda node: (place.get(node, len(place)), node))
 
-    def _owner_copies(self, by_right: Sequence[str]) -> bool:
+    def _is_with_its_owner(self, by_right: Sequence[str]) -> bool:
         """Whether nobody who is to have the object is dead or leaving: then its owner sees to the copies itself."""
         return not any(node in self._standing.dead or node in self._standing.leaving for node in by_right)
 

@@ -110,12 +110,19 @@ def parse_request(request: h11.Request) -> ObjectRequest:
     if method not in ("GET", "HEAD"):
         raise RefusedError(405, f"expected GET or HEAD, found {method[:20]!r}", [("Allow", "GET, HEAD")])
     headers = {name.lower(): value.decode("latin-1") for name, value in request.headers}
-    scheme, _, ticket = headers.get(b"authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not ticket.strip():
+    ticket = ticket_of(request)
+    if not ticket:
         raise unauthorized("expected the header 'Authorization: Bearer <ticket>'")
     is_head = method == "HEAD"
     wanted = "" if is_head else headers.get(b"range", "").strip()
-    return ObjectRequest(ticket.strip(), headers.get(OBJECT_HEADER.lower().encode(), ""), wanted, is_head)
+    return ObjectRequest(ticket, headers.get(OBJECT_HEADER.lower().encode(), ""), wanted, is_head)
+
+
+def ticket_of(request: h11.Request) -> str:
+    """The ticket that a request shows; empty when it shows none."""
+    value = next((value for name, value in reversed(request.headers) if name == b"authorization"), b"")
+    scheme, _, ticket = value.decode("latin-1").partition(" ")
+    return ticket.strip() if scheme.lower() == "bearer" else ""
 
 
 def unauthorized(line: str) -> RefusedError:

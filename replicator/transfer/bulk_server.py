@@ -326,7 +326,8 @@ class BulkServer:
         try:
             assert connection.request is not None
             connection.held.close()
-            with self._serve_limit.sending(PacedSocket(connection.sock)):
+            background = self._serve_limit.is_background(bulk_http.ticket_of(connection.request))
+            with self._serve_limit.sending(PacedSocket(connection.sock), background):
                 keep = bulk_response.answer(
                     connection.sock, connection.http, connection.request, self._open_object, connection.held
                 )

@@ -165,6 +165,7 @@ def data_service(
     max_reads: int = MAX_READS,
     send_timeout_s: float = 30.0,
     serve_limit: ServeLimit | None = None,
+    is_background: Callable[[data_pb2.ReadRequest], bool] = lambda request: False,
 ) -> grpc.GenericRpcHandler:
     """The server's side, for `grpc.aio.Server.add_generic_rpc_handlers`.
 
@@ -173,6 +174,7 @@ def data_service(
         max_reads: streams sent at a time; more wait, for at most `send_timeout_s`.
         send_timeout_s: a stream of which the client takes nothing for this long is given up.
         serve_limit: shared with whatever else sends; None: no limit.
+        is_background: whether an answer counts against that limit's share for the background.
     """
     slots = asyncio.Semaphore(max_reads)
     limit = serve_limit or ServeLimit()
@@ -191,7 +193,7 @@ def data_service(
             try:
                 # The object stays open, and so its shared lock held, until its last byte was handed to gRPC.
                 bucket = TokenBucket()
-                with open_object(request) as served, limit.sending(bucket):
+                with open_object(request) as served, limit.sending(bucket, is_background(request)):
                     for chunk in _chunks(served, request.offset_bytes, request.length_bytes):
                         await bucket.take(len(chunk))
                         async with asyncio.timeout(send_timeout_s):

@@ -170,6 +170,7 @@ def packed_service(
     max_reads: int = MAX_READS,
     send_timeout_s: float = 30.0,
     serve_limit: ServeLimit | None = None,
+    is_background: Callable[[data_pb2.ReadPackedRequest], bool] = lambda request: False,
 ) -> grpc.GenericRpcHandler:
     """The server's side, for `grpc.aio.Server.add_generic_rpc_handlers`.
 
@@ -178,6 +179,7 @@ def packed_service(
         max_reads: calls served at a time; more wait, for at most `send_timeout_s`.
         send_timeout_s: a call of which the client takes nothing for this long is given up.
         serve_limit: shared with whatever else sends; None: no limit.
+        is_background: whether an answer counts against that limit's share for the background.
     """
     slots = asyncio.Semaphore(max_reads)
     # One thread at a time: more of them would only wait for each other in the interpreter.
@@ -194,7 +196,7 @@ def packed_service(
                 async with asyncio.timeout(send_timeout_s):
                     await held.enter_async_context(slots)
                 bucket = TokenBucket()
-                held.enter_context(limit.sending(bucket))
+                held.enter_context(limit.sending(bucket, is_background(request)))
                 for read in open_packed(request):
                     async with reading:
                         message = await asyncio.to_thread(read)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 
 # <asm-generic/socket.h>; Python has no name for it.
 _SO_MAX_PACING_RATE = 47
+# To the kernel: no pacing at all.
+_UNLIMITED = (1 << 64) - 1
 _BURST_S = 0.05
 # A bucket that waits looks this often whether its rate has changed.
 _LOOK_S = 0.1
@@ -28,35 +30,49 @@ class ServeLimit:
     """Thread-safe. Who sends is within `sending`; each gets an even share, anew whenever one begins or ends.
 
     Args:
-        bytes_per_s: of all together; 0: no limit, and nobody is told a rate.
+        bytes_per_s: of all together; 0: no limit.
+        background_bytes_per_s: of all together that send in the background, within the other limit; 0: no other one.
+            Without any limit nobody is told a rate.
+        is_background: whether a ticket of the bulk lane is for something in the background. In any thread.
     """
 
-    def __init__(self, bytes_per_s: int = 0) -> None:
+    def __init__(
+        self,
+        bytes_per_s: int = 0,
+        background_bytes_per_s: int = 0,
+        is_background: Callable[[str], bool] = lambda ticket: False,
+    ) -> None:
         self._bytes_per_s = bytes_per_s
-        self._senders: list[SetRate] = []
+        self._background_bytes_per_s = background_bytes_per_s
+        self.is_background = is_background
+        self._senders: list[tuple[SetRate, bool]] = []
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def sending(self, set_rate: SetRate) -> Iterator[None]:
+    def sending(self, set_rate: SetRate, background: bool = False) -> Iterator[None]:
         """Within the block somebody sends. `set_rate` must not raise, and is not called after the block."""
-        if not self._bytes_per_s:
+        if not self._bytes_per_s and not self._background_bytes_per_s:
             yield
             return
         with self._lock:
-            self._senders.append(set_rate)
+            self._senders.append((set_rate, background))
             self._share()
         try:
             yield
         finally:
             with self._lock:
-                self._senders.remove(set_rate)
+                self._senders.remove((set_rate, background))
                 self._share()
 
     def _share(self) -> None:
-        if self._senders:
-            share = max(1, self._bytes_per_s // len(self._senders))
-            for set_rate in self._senders:
-                set_rate(share)
+        share = _share_of(self._bytes_per_s, len(self._senders))
+        behind = _share_of(self._background_bytes_per_s, sum(background for _, background in self._senders))
+        for set_rate, background in self._senders:
+            set_rate(min(share, behind) if background else share)
+
+
+def _share_of(bytes_per_s: int, senders: int) -> int:
+    return max(1, bytes_per_s // senders) if bytes_per_s and senders else _UNLIMITED
 
 
 class PacedSocket:

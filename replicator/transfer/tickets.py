@@ -21,6 +21,7 @@ TOKEN_BYTES = 32
 class _Ticket:
     object: ObjectVersion
     expires: float
+    background: bool
 
 
 class TicketOffice:
@@ -41,15 +42,19 @@ class TicketOffice:
         self._lock = threading.Lock()
         self._tickets: OrderedDict[str, _Ticket] = OrderedDict()  # the one that expires first, first
 
-    def issue(self, object: ObjectVersion) -> tuple[str, float]:
-        """A new ticket for `object`, and how many seconds after its last use it expires."""
+    def issue(self, object: ObjectVersion, background: bool = False) -> tuple[str, float]:
+        """A new ticket for `object`, and how many seconds after its last use it expires.
+
+        Args:
+            background: remembered for `is_background`.
+        """
         token = secrets.token_urlsafe(TOKEN_BYTES)
         with self._lock:
             now = self._clock()
             self._drop_expired(now)
             while len(self._tickets) >= self._limit:
                 self._tickets.popitem(last=False)
-            self._tickets[token] = _Ticket(object, now + self._ttl_s)
+            self._tickets[token] = _Ticket(object, now + self._ttl_s, background)
         return token, self._ttl_s
 
     def resolve(self, token: str) -> ObjectVersion:
@@ -67,6 +72,12 @@ class TicketOffice:
             ticket.expires = now + self._ttl_s
             self._tickets.move_to_end(token)
             return ticket.object
+
+    def is_background(self, token: str) -> bool:
+        """Whether the ticket was issued for something in the background; False when it is not known."""
+        with self._lock:
+            ticket = self._tickets.get(token)
+            return ticket is not None and ticket.background
 
     def __len__(self) -> int:
         with self._lock:

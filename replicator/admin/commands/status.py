@@ -6,7 +6,7 @@ import argparse
 import time
 
 from replicator.admin.connection import AdminClient
-from replicator.admin.printers import Page, Printer, duration, health_line, names, size
+from replicator.admin.printers import Page, Printer, duration, health_line, names, size, version_of
 from replicator.admin.views import View
 
 NAME = "status"
@@ -45,6 +45,9 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
             ("members by", _membership(view["membership"])),
         ]
     )
+    if view["draining"]:
+        page.line("It is being drained, or is drained: it takes no copies.", style="yellow")
+    _draw_healing(page, view["healing"])
     if view["filesystem"] not in ("", "tmpfs"):
         page.line("Warning: the store is not on a tmpfs; saving is only as fast as that file system.", style="yellow")
     if not view["native_core"]:
@@ -99,6 +102,25 @@ def _membership(view: View) -> str:
         return known
     seconds = max(0.0, time.time() - view["problem_since_unix_seconds"])
     return f"{known} as known last, for {duration(seconds)}: {view['problem']}"
+
+
+def _draw_healing(page: Page, view: View) -> None:
+    if view["objects_moving"]:
+        page.line(f"Copies being made again: {view['objects_moving']} objects, {size(view['bytes_moving'])}.")
+    if view["short"]:
+        page.table(
+            ("SHORT OF COPIES", "OBJECTS>", "SIZE>", "NO NODE FOR>", "LOST>"),
+            [
+                (
+                    version_of(short),
+                    str(short["objects"]),
+                    size(short["size_bytes"]),
+                    str(short["unplaced"]),
+                    str(short["lost"]),
+                )
+                for short in view["short"]
+            ],
+        )
 
 
 def _huge(view: View) -> str:

@@ -1,0 +1,199 @@
+"""Lost copies are made again by real agents: which, where, by whom, and when not."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_harness import wait_until
+from cluster import Cluster, Node, Rank, cluster, sources_of
+
+from replicator.decide.types import Manifest
+
+# Of the agents: a node is dead this long after its last answer at most.
+DEADLINE_S = 3.0
+# Until the copies are there again: the health deadline, and some for a busy machine.
+HEALED_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def shared_four() -> Iterator[Cluster]:
+    """Four nodes that several tests share: they come back with their memory, before they are dead."""
+    path = Path(tempfile.mkdtemp(prefix="replicator-test-", dir="/dev/shm"))
+    try:
+        with cluster(path, 4, "--deadline-s", "15") as made:
+            yield made
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def four(shm_root: Path) -> Iterator[Cluster]:
+    """Four nodes in a job with one replica: n0 and n1 have each other's objects, n2 and n3 too."""
+    with cluster(shm_root, 4, "--deadline-s", str(DEADLINE_S)) as made:
+        made.join()
+        yield made
+
+
+def protect(made: Cluster, step: int, data: bytes = b"shard", ranks: list[Rank] | None = None) -> Manifest:
+    manifest = made.save(step, data, ranks=ranks)
+    rank = (ranks or made.ranks)[0]
+    rank.commit(manifest)
+    rank.protected(manifest.version)
+    return manifest
+
+
+def lose(node: Node) -> None:
+    """SIGKILL, and its memory is gone."""
+    node.kill()
+    shutil.rmtree(node.root)
+
+
+def holders(made: Cluster, manifest: Manifest, alive: list[int]) -> dict[str, set[str]]:
+    """Of each object, the nodes with a verified copy that is the manifest's."""
+    found: dict[str, set[str]] = {}
+    for entry in manifest.entries:
+        found[entry.name] = set()
+        for index in alive:
+            node = made.nodes[index]
+            info = node.held(manifest.version.object(entry.name))
+            if info is not None and (info.size, info.crc32c) == (entry.size, entry.crc32c):
+                found[entry.name].add(node.node_id)
+    return found
+
+
+def wait_healed(made: Cluster, manifest: Manifest, alive: list[int], copies: int = 2) -> None:
+    wait_until(
+        lambda: all(len(nodes) >= copies for nodes in holders(made, manifest, alive).values()),
+        f"each object of {manifest.version} has {copies} copies on live nodes",
+        HEALED_S,
+    )
+
+
+def healed(made: Cluster, alive: list[int]) -> int:
+    return sum(made.nodes[index].counter("objects_healed") for index in alive)
+
+
+def test_two_nodes_lost_one_after_the_other_cost_nothing(four: Cluster) -> None:
+    """F13, F21: each time all objects get their two copies back, of all steps; the second loss hits a new holder."""
+    manifests = [protect(four, step, b"x" * 300_000 * step) for step in (1, 2)]
+    data = {
+        entry.name: four.nodes[int(entry.owner_node_id[1:])].bytes_of(manifests[1].version.object(entry.name))
+        for entry in manifests[1].entries
+    }
+    lose(four.nodes[1])
+    for manifest in manifests:
+        wait_healed(four, manifest, [0, 2, 3])
+    wait_until(lambda: all(not four.nodes[i].status().healing.short for i in (0, 2, 3)), "nothing is short")
+    for manifest in manifests:
+        assert all(len(nodes) == 2 for nodes in holders(four, manifest, [0, 2, 3]).values())
+    assert healed(four, [0, 2, 3]) == 4, "n0's and n1's object of each step, each once"
+    lose(four.nodes[0])
+    for manifest in manifests:
+        wait_healed(four, manifest, [2, 3])
+    plan = four.ranks[2].lookup()
+    assert plan.container.step == 2, plan.reason
+    events = four.ranks[2].retrieve(manifests[1].version, sources_of(plan))
+    assert all(event.done for event in events.values()), events
+    for name, expected in data.items():
+        assert four.nodes[2].bytes_of(manifests[1].version.object(name)) == expected
+
+
+def test_nothing_is_moved_for_a_node_that_is_only_silent_for_a_while(shared_four: Cluster) -> None:
+    """A partition that heals in time: suspect is not dead."""
+    four = shared_four.new_job()
+    manifest = protect(four, 1)
+    silent = four.nodes[1].agent
+    assert silent is not None
+    silent.signal(signal.SIGSTOP)
+    assert four.nodes[0].agent is not None
+    record = four.nodes[0].agent.wait_log("a peer is suspect")
+    assert "n1" in record["peer"]
+    silent.signal(signal.SIGCONT)
+    four.nodes[0].agent.wait_log("a peer is alive")
+    later = protect(four, 2)
+    for one in (manifest, later):
+        assert all(len(nodes) == 2 for nodes in holders(four, one, [0, 1, 2, 3]).values())
+    assert healed(four, [0, 1, 2, 3]) == 0
+
+
+def test_a_node_that_comes_back_with_its_memory_is_left_alone(shared_four: Cluster) -> None:
+    """Another incarnation of it, that has everything: nothing is moved for the old one's death."""
+    four = shared_four.new_job()
+    manifest = protect(four, 1)
+    four.nodes[1].kill()
+    four.nodes[1].start("--port", str(four.nodes[1].port))
+    assert four.nodes[0].agent is not None
+    four.nodes[0].agent.wait_log("a peer is alive")
+    protect(four, 2, ranks=[four.ranks[0], four.ranks[2]])
+    assert healed(four, [0, 1, 2, 3]) == 0
+    assert {len(nodes) for nodes in holders(four, manifest, [0, 1, 2, 3]).values()} == {2}, "".join(four.nodes[1].agent.output)+str(holders(four, manifest, [0, 1, 2, 3]))
+
+
+def test_a_node_that_comes_back_empty_is_filled(four: Cluster) -> None:
+    """F20, F19: same name and port, no memory. It gets its own objects, those it keeps for others, and the manifest."""
+    manifest = protect(four, 1, b"x" * 300_000)
+    node = four.nodes[1]
+    lose(node)
+    node.start("--port", str(node.port))
+    wait_healed(four, manifest, [0, 1, 2, 3])
+    wait_until(lambda: manifest.version in node.protected(), "it knows that the container is protected")
+    assert holders(four, manifest, [1]) == {
+        "shard-0": {"n1"},
+        "shard-1": {"n1"},
+        "shard-2": set(),
+        "shard-3": set(),
+    }
+
+
+def test_a_save_while_a_buddy_is_dead_goes_to_another_one_and_is_protected(four: Cluster) -> None:
+    """F49: its buddies are those that are there, so the wait is for them."""
+    first = protect(four, 1)
+    lose(four.nodes[1])
+    assert four.nodes[0].agent is not None
+    four.nodes[0].agent.wait_log("a peer is dead")
+    wait_healed(four, first, [0, 2, 3])
+    ranks = [four.ranks[0], four.ranks[2], four.ranks[3]]
+    later = protect(four, 2, ranks=ranks)
+    assert holders(four, later, [0, 2, 3])["shard-0"] == {"n0", "n2"}
+
+
+def test_what_a_dead_owner_and_coordinator_left_committed_becomes_protected(four: Cluster) -> None:
+    """F21, F49: n2 coordinates and dies before its copies were acknowledged by n3; n3 has its objects, and acts."""
+    coordinator = four.ranks[2]
+    assert four.nodes[1].agent is not None
+    four.nodes[1].agent.signal(signal.SIGSTOP)
+    manifest = four.save(1, ranks=[four.ranks[2], four.ranks[0]])
+    assert coordinator.outcome(manifest.version.object("shard-0")).ok
+    coordinator.commit(manifest)
+    assert not coordinator.committed(manifest.version).is_protected
+    wait_until(lambda: all(manifest.version in four.nodes[i].committed() for i in (0, 3)), "n0 and n3 have it")
+    lose(four.nodes[2])
+    four.nodes[1].agent.signal(signal.SIGCONT)
+    for index in (0, 1, 3):
+        wait_until(
+            lambda node=four.nodes[index]: manifest.version in node.protected(),
+            f"n{index} calls it protected",
+            HEALED_S,
+        )
+    assert all(len(nodes) == 2 for nodes in holders(four, manifest, [0, 1, 3]).values())
+
+
+def test_what_no_node_can_take_is_told_and_older_steps_stay(shm_root: Path) -> None:
+    """F04: n1 dies, and n2, the only other one, is full: n0's object has one copy. Status and log say so."""
+    with cluster(shm_root, 2, "--deadline-s", str(DEADLINE_S), "--keep-last", "1") as made:
+        made.flags = (*made.flags, "--budget-bytes", "2Mi")
+        made.add("n2")
+        made.join()
+        manifest = protect(made, 1, b"x" * 900_000)
+        lose(made.nodes[1])
+        wait_until(lambda: any(one.unplaced for one in made.nodes[0].status().healing.short), "n0 says so", HEALED_S)
+        (short,) = made.nodes[0].status().healing.short
+        assert (short.container.step, short.objects, short.lost) == (1, 1, 0)
+        assert holders(made, manifest, [0, 2])["shard-1"] == {"n0", "n2"}
+        assert made.nodes[0].agent is not None
+        made.nodes[0].agent.wait_log("a container is short of copies")
