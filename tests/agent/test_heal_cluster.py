@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 from agent_harness import wait_until
-from cluster import Cluster, Node, Rank, cluster, sources_of
-
-from replicator.decide.types import Manifest
-
-# Of the agents: a node is dead this long after its last answer at most.
-DEADLINE_S = 3.0
-# Until the copies are there again: the health deadline, and some for a busy machine.
-HEALED_S = 20.0
+from cluster import Cluster, cluster, sources_of
+from healing import DEADLINE_S, HEALED_S, healed, holders, lose, protect, wait_healed
 
 
 @pytest.fixture(scope="module")
@@ -37,45 +31,6 @@ def four(shm_root: Path) -> Iterator[Cluster]:
     with cluster(shm_root, 4, "--deadline-s", str(DEADLINE_S)) as made:
         made.join()
         yield made
-
-
-def protect(made: Cluster, step: int, data: bytes = b"shard", ranks: list[Rank] | None = None) -> Manifest:
-    manifest = made.save(step, data, ranks=ranks)
-    rank = (ranks or made.ranks)[0]
-    rank.commit(manifest)
-    rank.protected(manifest.version)
-    return manifest
-
-
-def lose(node: Node) -> None:
-    """SIGKILL, and its memory is gone."""
-    node.kill()
-    shutil.rmtree(node.root)
-
-
-def holders(made: Cluster, manifest: Manifest, alive: list[int]) -> dict[str, set[str]]:
-    """Of each object, the nodes with a verified copy that is the manifest's."""
-    found: dict[str, set[str]] = {}
-    for entry in manifest.entries:
-        found[entry.name] = set()
-        for index in alive:
-            node = made.nodes[index]
-            info = node.held(manifest.version.object(entry.name))
-            if info is not None and (info.size, info.crc32c) == (entry.size, entry.crc32c):
-                found[entry.name].add(node.node_id)
-    return found
-
-
-def wait_healed(made: Cluster, manifest: Manifest, alive: list[int], copies: int = 2) -> None:
-    wait_until(
-        lambda: all(len(nodes) >= copies for nodes in holders(made, manifest, alive).values()),
-        f"each object of {manifest.version} has {copies} copies on live nodes",
-        HEALED_S,
-    )
-
-
-def healed(made: Cluster, alive: list[int]) -> int:
-    return sum(made.nodes[index].counter("objects_healed") for index in alive)
 
 
 def test_two_nodes_lost_one_after_the_other_cost_nothing(four: Cluster) -> None:
@@ -125,13 +80,14 @@ def test_a_node_that_comes_back_with_its_memory_is_left_alone(shared_four: Clust
     """Another incarnation of it, that has everything: nothing is moved for the old one's death."""
     four = shared_four.new_job()
     manifest = protect(four, 1)
+    wait_until(lambda: manifest.version in four.nodes[1].protected(), "n1 knows that it is protected")
     four.nodes[1].kill()
     four.nodes[1].start("--port", str(four.nodes[1].port))
     assert four.nodes[0].agent is not None
     four.nodes[0].agent.wait_log("a peer is alive")
     protect(four, 2, ranks=[four.ranks[0], four.ranks[2]])
     assert healed(four, [0, 1, 2, 3]) == 0
-    assert {len(nodes) for nodes in holders(four, manifest, [0, 1, 2, 3]).values()} == {2}, "".join(four.nodes[1].agent.output)+str(holders(four, manifest, [0, 1, 2, 3]))
+    assert {len(nodes) for nodes in holders(four, manifest, [0, 1, 2, 3]).values()} == {2}
 
 
 def test_a_node_that_comes_back_empty_is_filled(four: Cluster) -> None:

@@ -1,0 +1,138 @@
+"""Nodes that are emptied before they are stopped: what is moved, what is refused, what stays."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from agent_harness import wait_until
+from cluster import MIB, Cluster, call, cluster, stream
+from healing import DEADLINE_S, holders, lose, protect
+
+from replicator.errors import NotFoundError
+from replicator.v1 import admin_pb2, peer_pb2
+from replicator.wire import Sender, info_to_pb, node_address_to_pb, sender_to_pb
+
+
+@pytest.fixture(scope="module")
+def shared_four() -> Iterator[Cluster]:
+    """Four nodes that several tests share."""
+    path = Path(tempfile.mkdtemp(prefix="replicator-test-", dir="/dev/shm"))
+    try:
+        with cluster(path, 4, "--deadline-s", "10", "--heal-limit-bytes-per-s", "16Mi") as made:
+            yield made
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def drain(made: Cluster, asked: int, node_id: str) -> list[admin_pb2.DrainEvent]:
+    with grpc.insecure_channel(made.nodes[asked].address.grpc_address) as channel:
+        request = admin_pb2.DrainRequest(node_id=node_id)
+        return list(stream(channel, "AdminService/Drain", request, admin_pb2.DrainEvent))
+
+
+def undrain(made: Cluster, index: int) -> admin_pb2.DrainEvent:
+    with grpc.insecure_channel(made.nodes[index].address.grpc_address) as channel:
+        return call(channel, "AdminService/Undrain", admin_pb2.UndrainRequest(), admin_pb2.DrainEvent)
+
+
+def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(shared_four: Cluster) -> None:
+    """Through any agent. Its copies are made elsewhere, at the limited rate; owners choose another buddy meanwhile."""
+    four = shared_four.new_job()
+    first = protect(four, 1, b"x" * (4 * MIB))
+    assert four.nodes[0].agent is not None
+    events = drain(four, 0, "n1")
+    last = events[-1]
+    assert (last.node_id, last.done, last.objects_moved, last.objects_left) == ("n1", True, 2, 0), last
+    assert last.bytes_moved >= 8 * MIB
+    assert [event.done for event in events[:-1]] == [False] * (len(events) - 1)
+    for nodes in holders(four, first, [0, 2, 3]).values():
+        assert len(nodes) >= 2
+    assert four.nodes[1].counter("objects_healed") == 2, "it moved them itself"
+    assert four.nodes[1].status().healing.draining
+    # Offered all the same, it says why not; and a new save avoids it.
+    info = four.nodes[2].held(first.version.object("shard-2"))
+    assert info is not None
+    request = peer_pb2.OfferRequest(
+        sender=sender_to_pb(Sender(four.nodes[2].address.identity, four.ranks[0].job, 1)),
+        objects=[info_to_pb(info)],
+        source=node_address_to_pb(four.nodes[2].address),
+        deadline_ms=1000,
+    )
+    (event,) = four.nodes[1].offer(request)
+    assert event.failed.error_kind == "NodeDrainingError"
+    later = protect(four, 2)
+    assert later.version not in {
+        version for version in four.nodes[1].versions() if four.nodes[1].held(version.object("shard-0"))
+    }
+    # What it writes itself has its copies on nodes that stay.
+    wait_until(lambda: len(holders(four, later, [0, 2, 3])["shard-1"]) == 2, "two others have it")
+    assert not undrain(four, 1).draining
+    four.nodes[0].agent.wait_log("a peer takes copies again")
+    third = protect(four, 3)
+    assert holders(four, third, [0, 1, 2, 3])["shard-0"] == {"n0", "n1"}
+
+
+def test_a_node_that_nobody_knows_is_not_drained(shared_four: Cluster) -> None:
+    with pytest.raises(NotFoundError, match="no node n9"):
+        drain(shared_four, 0, "n9")
+
+
+def test_a_restart_ends_a_drain(shared_four: Cluster) -> None:
+    four = shared_four.new_job()
+    protect(four, 1)
+    drain(four, 3, "n3")
+    assert four.nodes[3].status().healing.draining
+    four.nodes[3].kill()
+    four.nodes[3].start("--port", str(four.nodes[3].port))
+    assert not four.nodes[3].status().healing.draining
+    four.ranks[3].attach()
+    for rank in four.ranks:
+        rank.job = f"{rank.job}-2"
+    four.join()
+    manifest = protect(four, 1)
+    assert holders(four, manifest, [3])["shard-2"] == {"n3"}
+
+
+@pytest.fixture
+def graceful(shm_root: Path) -> Iterator[Cluster]:
+    with cluster(shm_root, 4, "--deadline-s", str(DEADLINE_S), "--drain-grace-s", "15") as made:
+        made.join()
+        yield made
+
+
+def test_sigterm_with_a_grace_period_moves_everything_first(graceful: Cluster) -> None:
+    """Two nodes one after the other, with their memory: nothing is lost, and lookup gives the newest step."""
+    manifests = [protect(graceful, step, b"x" * 300_000) for step in (1, 2)]
+    for index in (1, 0):
+        node = graceful.nodes[index]
+        assert node.agent is not None
+        node.agent.signal(signal.SIGTERM)
+        record = node.agent.wait_log("drained before the end")
+        assert record["objects_left"] == 0, record
+        assert node.agent.wait() == 0
+        lose(node)
+    for manifest in manifests:
+        assert all(len(nodes) == 2 for nodes in holders(graceful, manifest, [2, 3]).values())
+    assert graceful.ranks[2].lookup().container.step == 2
+
+
+def test_a_second_signal_ends_the_grace_period(shm_root: Path) -> None:
+    """The other node is mute, so the drain would take its time."""
+    with cluster(shm_root, 2, "--deadline-s", "20", "--drain-grace-s", "60") as made:
+        made.join()
+        protect(made, 1)
+        first, other = (node.agent for node in made.nodes)
+        assert first is not None
+        assert other is not None
+        other.signal(signal.SIGSTOP)
+        first.signal(signal.SIGTERM)
+        first.wait_log("this node is being drained")
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+        other.signal(signal.SIGCONT)
