@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -81,6 +85,38 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
 def test_a_node_that_nobody_knows_is_not_drained(shared_four: Cluster) -> None:
     with pytest.raises(NotFoundError, match="no node n9"):
         drain(shared_four, 0, "n9")
+
+
+def admin(made: Cluster, asked: int, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON of `replicator-admin`."""
+    command = [sys.executable, "-m", "replicator.admin", *words, "--json"]
+    address = made.nodes[asked].address.grpc_address
+    done = subprocess.run([*command, "--agent", address], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_command_drains_and_undrains(shared_four: Cluster) -> None:
+    four = shared_four.new_job()
+    protect(four, 1)
+    status, view = admin(four, 0, "drain", "n2")
+    assert (status, view["node_id"], view["done"], view["objects_moved"], view["objects_left"]) == (0, "n2", True, 2, 0)
+    assert admin(four, 2, "status")[1]["draining"]
+    status, view = admin(four, 1, "undrain", "n2")
+    assert (status, view["draining"]) == (0, False)
+    assert admin(four, 0, "drain", "n9")[0] == NotFoundError.exit_code
+    assert admin(four, 0, "drain", "n9/../x")[0] == 2
+
+
+def test_a_node_whose_objects_nobody_can_take_must_not_be_stopped(shm_root: Path) -> None:
+    """Exit status 7. The last node that stays is drained, too."""
+    with cluster(shm_root, 2, "--deadline-s", "6") as made:
+        made.join()
+        protect(made, 1)
+        status, view = admin(made, 0, "drain", "n1")
+        assert (status, view["objects_left"]) == (0, 0), view
+        status, view = admin(made, 0, "drain")
+        assert (status, view["node_id"], view["objects_exposed"]) == (7, "n0", 2), view
+        assert "n1 is being drained" in view["reason"]
 
 
 def test_a_restart_ends_a_drain(shared_four: Cluster) -> None:
