@@ -52,7 +52,14 @@ def test_exit_codes_are_those_of_the_manual() -> None:
         4: {"AgentUnavailableError", "PeerUnavailableError"},
         5: {"StoreError", "StoreRootError", "StoreFullError", "ObjectExistsError", "SegmentError"},
         6: {"CorruptObjectError"},
-        7: {"TransferError", "TransferStalledError", "TicketError", "ReplicationError", "CommitError"},
+        7: {
+            "TransferError",
+            "TransferStalledError",
+            "TicketError",
+            "ReplicationError",
+            "NodeDrainingError",
+            "CommitError",
+        },
         8: {"StaleEpochError"},
         9: {"DeadlineExceededError"},
     }

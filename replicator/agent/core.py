@@ -258,7 +258,7 @@ def build_core(
         repairer=repairer,
         scrubber=scrubber,
         healer=healer,
-        drain=Drain(address.node_id, jobs, peers, puller, healer, counters),
+        drain=Drain(config, address.node_id, jobs, peers, puller, healer, counters),
     )
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicator.agent.counters import Counters
 from replicator.agent.heal import Healer
 from replicator.agent.jobs import Jobs
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.puller import Puller
+from replicator.config import AgentConfig
 from replicator.decide.types import counted, listed
 
 # Between two reports of how far it is.
 _REPORT_S = 0.25
+# Without anything being copied, or found out, for so many deadlines, a drain is given up as unknown.
+_IDLE_DEADLINES = 4
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Drain:
 
     def __init__(
         self,
+        config: AgentConfig,
         node_id: str,
         jobs: Jobs,
         peers: PeerDirectory,
@@ -57,6 +61,7 @@ class Drain:
         healer: Healer,
         counters: Counters,
     ) -> None:
+        self._limit_s = _IDLE_DEADLINES * config.deadline_s
         self._node_id = node_id
         self._jobs = jobs
         self._peers = peers
@@ -107,11 +112,19 @@ class Drain:
     async def watch(self) -> AsyncGenerator[DrainProgress, None]:
         """How far it is, several times a second; the last one is `done`.
 
-        It ends: every question and every copy has a deadline, and who failed to take a copy is not asked again soon.
+        Every question and every copy has a deadline, and who failed to take a copy is not asked again soon. Should it
+        all the same not be found out for long whether anything is left, that is the end, and the reason.
         """
+        loop = asyncio.get_running_loop()
+        idle_since = loop.time()
         while True:
             self._news.clear()
             now = self.progress()
+            if not self._healer.moves.idle:
+                idle_since = loop.time()
+            if not now.done and loop.time() - idle_since > self._limit_s:
+                reason = f"for {self._limit_s:.1f} s it could not be found out who holds what; see the agent's log"
+                now = replace(now, done=True, objects_exposed=max(now.objects_exposed, 1), reason=reason)
             yield now
             if now.done:
                 return

@@ -113,6 +113,11 @@ class Healer:
         self.quiet = False
         self._wake.set()
 
+    def wake(self) -> None:
+        """The members of a job changed."""
+        self._pause_s = 0.0
+        self._wake.set()
+
     async def run(self) -> None:
         """Watch and heal until cancelled."""
         loop = asyncio.get_running_loop()
@@ -148,19 +153,16 @@ class Healer:
             self._came_back.add(node_id)
             self.moves.forget_node(node_id)
         if new.state is not NodeState.SUSPECT:
-            self._pause_s = 0.0
-            self._wake.set()
+            self.wake()
 
     def _on_stored(self, version: ContainerVersion) -> None:
         if self._jobs.dead or self._jobs.leaving:
-            self._pause_s = 0.0
-            self._wake.set()
+            self.wake()
 
     def _moved(self, anything: bool) -> None:
         """Nothing is being copied any more."""
         if anything:
-            self._pause_s = 0.0
-            self._wake.set()
+            self.wake()
 
     def _take_standing(self) -> None:
         """Who is dead or leaving now; owners choose other buddies in their place."""
