@@ -108,15 +108,16 @@ class Healer:
     def poke(self) -> None:
         """Something changed: look at everything that is held here, soon."""
         self._look_at_all = True
-        self._pause_s = 0.0
         self._pokes += 1
         self.quiet = False
-        self._wake.set()
+        self.wake()
 
     def wake(self) -> None:
         """The members of a job changed."""
         self._pause_s = 0.0
         self._wake.set()
+        # A node that is there again in another incarnation is dead for a moment only.
+        asyncio.get_running_loop().call_soon(self._take_standing)
 
     async def run(self) -> None:
         """Watch and heal until cancelled."""

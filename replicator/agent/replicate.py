@@ -81,7 +81,7 @@ class Replicator:
         self._closed = False
         # Verifies this node's copy of an object, and sets it aside when it is bad.
         self.check_local: Callable[[ObjectVersion], Awaitable[bool]] | None = None
-        # Called with the version whenever a buddy acknowledged an object of it.
+        # Called with the version whenever a buddy acknowledged an object of it that it had not acknowledged before.
         self.on_acknowledged: Callable[[ContainerVersion], None] = lambda version: None
         # Called with the version when acknowledgements of it turned out to be those of a process that is gone.
         self.on_lost: Callable[[ContainerVersion], None] = lambda version: None
@@ -373,9 +373,11 @@ class Replicator:
             queue.progressed(item, now)
             queue.done(item)
             size += item.info.size
-            versions[item.object.version] = None
             if identity is not None:
-                self._acks.setdefault(item.object.version, {})[(item.object.name, queue.buddy)] = identity
+                acks = self._acks.setdefault(item.object.version, {})
+                if acks.get((item.object.name, queue.buddy)) != identity:
+                    acks[item.object.name, queue.buddy] = identity
+                    versions[item.object.version] = None
         while len(self._acks) > MAX_REMEMBERED_VERSIONS:
             self._acks.popitem(last=False)
         if items:

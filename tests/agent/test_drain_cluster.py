@@ -79,7 +79,7 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
     assert not undrain(four, 1).draining
     four.nodes[0].agent.wait_log("a peer takes copies again")
     third = protect(four, 3)
-    assert holders(four, third, [0, 1, 2, 3])["shard-0"] == {"n0", "n1"}
+    assert {"n0", "n1"} <= holders(four, third, [0, 1, 2, 3])["shard-0"]
 
 
 def test_a_node_that_nobody_knows_is_not_drained(shared_four: Cluster) -> None:
