@@ -26,6 +26,8 @@ SAMPLES: dict[str, Any] = {
     "membership": "static",
     "peers": ("10.0.0.1:7070", "[fd00::1]:7070"),
     "replicas": 2,
+    "heal_limit_bytes_per_s": 1 << 27,
+    "drain_grace_s": 12.5,
     "labels": (("zone", "eu-1a"), ("rack", "r7")),
     "domain_levels": ("rack", "zone"),
     "placement": "explicit",

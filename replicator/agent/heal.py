@@ -222,7 +222,9 @@ class Healer:
             if version.container.job == job and not self._retention.refusal(version)
         }
         standing = self._standing(job, silent)
-        plan = await asyncio.to_thread(plan_healing, committed, inventories, standing, owners=owners)
+        plan = await asyncio.to_thread(
+            plan_healing, committed, inventories, standing, owners=owners, place=self._jobs.preference(job)
+        )
         mine = [move for move in plan.moves if move.responsible == self._address.node_id]
         self._mine += len(mine)
         for move in mine:
@@ -237,6 +239,7 @@ class Healer:
     def _in_question(self, job: str, everything: bool, returned: Collection[str]) -> set[str]:
         """Owners of committed objects held here that may lack copies."""
         members = [node.node_id for node in self._jobs.members(job)]
+        place = self._jobs.preference(job)
         gone = self._jobs.dead | self._jobs.leaving | set(returned)
         known: dict[tuple[str, int], bool] = {}
         found: set[str] = set()
@@ -247,7 +250,7 @@ class Healer:
             for owner in {info.owner_node_id for info in self._store.objects(version).values()}:
                 key = owner, manifest.replicas
                 if key not in known:
-                    by_right = candidates(owner, members, manifest.replicas)[: manifest.replicas + 1]
+                    by_right = candidates(owner, members, manifest.replicas, place)[: manifest.replicas + 1]
                     known[key] = everything or any(node in gone or node not in members for node in by_right)
                 if known[key]:
                     found.add(owner)
@@ -261,10 +264,11 @@ class Healer:
         if len(everyone) <= MAX_ASKED:
             return list(everyone.values())
         members = [node.node_id for node in self._jobs.members(job)]
+        place = self._jobs.preference(job)
         chosen: set[str] = set(self._last.get(job, {}))
         for owner in owners:
             able = 0
-            for node in candidates(owner, members, self._jobs.replicas(job)):
+            for node in candidates(owner, members, self._jobs.replicas(job), place):
                 chosen.add(node)
                 able += node in everyone and node not in self._jobs.leaving
                 if able > self._jobs.replicas(job) + _SPARE_CANDIDATES:

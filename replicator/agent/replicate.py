@@ -209,12 +209,12 @@ class Replicator:
     def give_up(self, version: ContainerVersion, error: ReplicatorError) -> None:
         """No more copies of this container are made; who waits for some is told `error`."""
         now = self._now()
-        for (job, buddy), queue in self._queues.items():
-            if job == version.container.job:
+        for key, queue in self._queues.items():
+            if key[0] == version.container.job:
                 for item in queue.of(version):
                     queue.done(item)
-                    self._tell_failed(buddy, item, error, now)
-                self._schedule((job, buddy), 0.0)
+                    self._tell_failed(queue.buddy, item, error, now)
+                self._schedule(key, 0.0)
         self.forget(version)
 
     def forget(self, version: ContainerVersion) -> None:
