@@ -52,3 +52,9 @@ def wait_healed(made: Cluster, manifest: Manifest, alive: list[int], copies: int
 
 def healed(made: Cluster, alive: list[int]) -> int:
     return sum(made.nodes[index].counter("objects_healed") for index in alive)
+
+
+def buddy_of(made: Cluster, index: int) -> str:
+    """The node that keeps copies of what a node owns, in the newest job."""
+    (job,) = (one for one in made.nodes[index].status().jobs if one.job == made.ranks[0].job)
+    return str(job.buddy_node_ids[0])

@@ -16,7 +16,7 @@ import grpc
 import pytest
 from agent_harness import wait_until
 from cluster import MIB, Cluster, call, cluster, stream
-from healing import DEADLINE_S, holders, lose, protect
+from healing import holders, lose, protect
 
 from replicator.errors import NotFoundError
 from replicator.v1 import admin_pb2, peer_pb2
@@ -49,6 +49,7 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
     """Through any agent. Its copies are made elsewhere, at the limited rate; owners choose another buddy meanwhile."""
     four = shared_four.new_job()
     first = protect(four, 1, b"x" * (4 * MIB))
+    before = holders(four, first, [0, 1, 2, 3])
     assert four.nodes[0].agent is not None
     events = drain(four, 0, "n1")
     last = events[-1]
@@ -60,7 +61,8 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
     assert four.nodes[1].counter("objects_healed") == 2, "it moved them itself"
     assert four.nodes[1].status().healing.draining
     # Offered all the same, it says why not; and a new save avoids it.
-    info = four.nodes[2].held(first.version.object("shard-2"))
+    name = next(name for name, nodes in before.items() if "n2" in nodes and "n1" not in nodes)
+    info = four.nodes[2].held(first.version.object(name))
     assert info is not None
     request = peer_pb2.OfferRequest(
         sender=sender_to_pb(Sender(four.nodes[2].address.identity, four.ranks[0].job, 1)),
@@ -71,15 +73,14 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
     (event,) = four.nodes[1].offer(request)
     assert event.failed.error_kind == "NodeDrainingError"
     later = protect(four, 2)
-    assert later.version not in {
-        version for version in four.nodes[1].versions() if four.nodes[1].held(version.object("shard-0"))
-    }
+    assert [name for name, nodes in holders(four, later, [1]).items() if nodes] == ["shard-1"]
     # What it writes itself has its copies on nodes that stay.
     wait_until(lambda: len(holders(four, later, [0, 2, 3])["shard-1"]) == 2, "two others have it")
     assert not undrain(four, 1).draining
     four.nodes[0].agent.wait_log("a peer takes copies again")
     third = protect(four, 3)
-    assert {"n0", "n1"} <= holders(four, third, [0, 1, 2, 3])["shard-0"]
+    again = holders(four, third, [0, 1, 2, 3])
+    assert all(nodes <= again[name] for name, nodes in before.items())
 
 
 def test_a_node_that_nobody_knows_is_not_drained(shared_four: Cluster) -> None:
@@ -99,7 +100,8 @@ def test_the_command_drains_and_undrains(shared_four: Cluster) -> None:
     four = shared_four.new_job()
     protect(four, 1)
     status, view = admin(four, 0, "drain", "n2")
-    assert (status, view["node_id"], view["done"], view["objects_moved"], view["objects_left"]) == (0, "n2", True, 2, 0)
+    assert (status, view["node_id"], view["done"], view["objects_exposed"]) == (0, "n2", True, 0)
+    assert view["objects_moved"] >= 2
     assert admin(four, 2, "status")[1]["draining"]
     status, view = admin(four, 1, "undrain", "n2")
     assert (status, view["draining"]) == (0, False)
@@ -132,12 +134,12 @@ def test_a_restart_ends_a_drain(shared_four: Cluster) -> None:
         rank.job = f"{rank.job}-2"
     four.join()
     manifest = protect(four, 1)
-    assert holders(four, manifest, [3])["shard-2"] == {"n3"}
+    assert len([name for name, nodes in holders(four, manifest, [3]).items() if nodes]) == 2
 
 
 @pytest.fixture
 def graceful(shm_root: Path) -> Iterator[Cluster]:
-    with cluster(shm_root, 4, "--deadline-s", str(DEADLINE_S), "--drain-grace-s", "15") as made:
+    with cluster(shm_root, 4, "--deadline-s", "10", "--drain-grace-s", "15") as made:
         made.join()
         yield made
 
@@ -154,7 +156,10 @@ def test_sigterm_with_a_grace_period_moves_everything_first(graceful: Cluster) -
         assert node.agent.wait() == 0
         lose(node)
     for manifest in manifests:
-        assert all(len(nodes) == 2 for nodes in holders(graceful, manifest, [2, 3]).values())
+        assert {len(nodes) for nodes in holders(graceful, manifest, [2, 3]).values()} == {2}, (
+            manifest.version,
+            holders(graceful, manifest, [2, 3]),
+        )
     assert graceful.ranks[2].lookup().container.step == 2
 
 
