@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import pytest
 from decide_samples import entry, holds, manifest, node, version
 
-from replicator.decide.heal import Standing, candidates, plan_healing, standing_buddies
-from replicator.decide.placement import buddies
+from replicator.decide import heal
+from replicator.decide.heal import Standing, candidates
+from replicator.decide.placement import Buddies, buddies
 from replicator.decide.types import ContainerInventory, NodeInventory
+
+
+def pairs(owner: str, members: Sequence[str], replicas: int) -> Buddies:
+    """n0 and n1 are buddies, n2 and n3 too; then the next ones in a circle."""
+    nodes = sorted(members)
+    place = nodes.index(owner)
+    partner = f"n{int(owner[1:]) ^ 1}"
+    circle = [node for node in nodes[place + 1 :] + nodes[:place] if node != partner]
+    return Buddies(tuple([partner] * (partner in nodes) + circle)[:replicas])
+
+
+plan_healing = functools.partial(heal.plan_healing, place=pairs)
+standing_buddies = functools.partial(heal.standing_buddies, place=pairs)
 
 MEMBERS = ("n0", "n1", "n2", "n3")
 OF_N0, OF_N1 = entry("a", "n0"), entry("b", "n1", size=200)
