@@ -3,6 +3,9 @@
 // source's are not displaced.
 #include "copy_crc32c.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -70,10 +73,10 @@ std::uint32_t copy_streaming(const Crc32cKernel& kernel, std::uint8_t* target, B
 
 #endif
 
-// A part of a copy: within one block, checksummed by itself.
+// What one thread does at a time: within one part and one block, checksummed by itself.
 struct Piece {
-  std::size_t offset;
-  std::size_t size;
+  std::uint8_t* target;
+  Bytes source;
   std::uint32_t crc = 0;
 };
 
@@ -82,16 +85,34 @@ constexpr std::size_t kPiece = kStreamFrom;
 // What a further thread is started for.
 constexpr std::size_t kPerThread = 2 << 20;
 
-std::vector<Piece> pieces_of(std::size_t size, std::size_t block_size, std::size_t prefix_size) {
+std::vector<Piece> pieces_of(std::span<const Part> parts, const CopyOptions& options) {
   std::vector<Piece> pieces;
-  std::size_t in_block = prefix_size;
-  for (std::size_t offset = 0; offset < size;) {
-    const std::size_t length = std::min({kPiece, block_size - in_block, size - offset});
-    pieces.push_back({offset, length});
-    offset += length;
-    in_block = (in_block + length) % block_size;
+  std::size_t in_block = options.prefix_size;
+  for (const Part& part : parts) {
+    for (std::size_t offset = 0; offset < part.source.size();) {
+      const std::size_t length = std::min({kPiece, options.block_size - in_block, part.source.size() - offset});
+      std::uint8_t* target = part.target == nullptr ? nullptr : part.target + offset;
+      pieces.push_back({target, part.source.subspan(offset, length)});
+      offset += length;
+      in_block = (in_block + length) % options.block_size;
+    }
   }
   return pieces;
+}
+
+// Has all pages mapped with one call, where the kernel can (5.14): a fault for each costs as much as the copy.
+void populate(Bytes source) {
+#if defined(MADV_POPULATE_READ)
+  constexpr std::size_t kLeast = 64 << 10;
+  if (source.size() < kLeast) return;
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(source.data()) & ~(page - 1);
+  const auto end = reinterpret_cast<std::uintptr_t>(source.data()) + source.size();
+  // When it fails, the copy faults them in.
+  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_READ);
+#else
+  (void)source;
+#endif
 }
 
 // Runs `work` in this thread and in at most `more` others; fewer where the system gives no more threads.
@@ -133,29 +154,31 @@ std::uint32_t copy_crc32c(std::uint8_t* target, Bytes source, std::uint32_t valu
   return copy_crc32c_by(crc32c_kernels().front(), target, source, value);
 }
 
-Copied copy_blocks(std::uint8_t* target, Bytes source, std::size_t block_size, std::uint32_t prefix_crc,
-                   std::size_t prefix_size, unsigned threads) {
-  std::vector<Piece> pieces = pieces_of(source.size(), block_size, prefix_size);
+Copied copy_parts(std::span<const Part> parts, const CopyOptions& options) {
+  std::vector<Piece> pieces = pieces_of(parts, options);
+  std::size_t size = 0;
+  for (const Piece& piece : pieces) size += piece.source.size();
   std::atomic<std::size_t> taken = 0;
   const auto work = [&] {
     for (std::size_t i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < pieces.size();) {
       Piece& piece = pieces[i];
-      piece.crc = copy_crc32c(target + piece.offset, source.subspan(piece.offset, piece.size), 0);
+      if (options.populate) populate(piece.source);
+      piece.crc = piece.target == nullptr ? crc32c(0, piece.source) : copy_crc32c(piece.target, piece.source, 0);
     }
   };
-  const std::size_t worth = source.size() / kPerThread;
-  run_in_threads(static_cast<unsigned>(std::min<std::size_t>(std::max(threads, 1U), std::max<std::size_t>(worth, 1))) - 1,
+  run_in_threads(static_cast<unsigned>(std::clamp<std::size_t>(size / kPerThread, 1, std::max(options.threads, 1U))) - 1,
                  work);
 
   Copied result;
-  result.tail_crc = prefix_crc;
+  result.tail_crc = options.prefix_crc;
   const std::uint32_t shift = crc32c_shift(kPiece);
-  std::size_t filled = prefix_size;
+  std::size_t filled = options.prefix_size;
   for (const Piece& piece : pieces) {
-    result.tail_crc = piece.size == kPiece ? crc32c_combine_by(shift, result.tail_crc, piece.crc)
-                                           : crc32c_combine(result.tail_crc, piece.crc, piece.size);
-    filled += piece.size;
-    if (filled == block_size) {
+    result.tail_crc = piece.source.size() == kPiece
+                          ? crc32c_combine_by(shift, result.tail_crc, piece.crc)
+                          : crc32c_combine(result.tail_crc, piece.crc, piece.source.size());
+    filled += piece.source.size();
+    if (filled == options.block_size) {
       result.block_crcs.push_back(result.tail_crc);
       result.tail_crc = 0;
       filled = 0;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "crc32c.h"
@@ -12,14 +13,28 @@ std::uint32_t copy_crc32c(std::uint8_t* target, Bytes source, std::uint32_t valu
 // The same by one kernel, for tests.
 std::uint32_t copy_crc32c_by(const Crc32cKernel& kernel, std::uint8_t* target, Bytes source, std::uint32_t value);
 
+// One of several pieces of a stream of bytes. Without a target it is only checksummed.
+struct Part {
+  std::uint8_t* target;
+  Bytes source;
+};
+
 struct Copied {
   std::vector<std::uint32_t> block_crcs;  // of the blocks that are complete
   std::uint32_t tail_crc = 0;             // of the bytes of the block after them
 };
 
-// Copies `source` to `target`, which must not overlap it, by at most `threads` threads, with a checksum per block.
-// Blocks are counted from `prefix_size` bytes before `source`, whose checksum is `prefix_crc`.
-Copied copy_blocks(std::uint8_t* target, Bytes source, std::size_t block_size, std::uint32_t prefix_crc,
-                   std::size_t prefix_size, unsigned threads);
+struct CopyOptions {
+  std::size_t block_size;
+  // Blocks are counted from so many bytes before the stream; their checksum.
+  std::uint32_t prefix_crc = 0;
+  std::size_t prefix_size = 0;
+  unsigned threads = 1;
+  // The sources are mapped and their pages probably not: each thread has the kernel map those of its piece at once.
+  bool populate = false;
+};
+
+// Copies each source to its target, with a checksum per block of the stream that the sources make. Nothing overlaps.
+Copied copy_parts(std::span<const Part> parts, const CopyOptions& options);
 
 }  // namespace replicator

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <deque>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -90,14 +91,27 @@ std::uint32_t py_copy_crc32c_by(const std::string& kernel, nb::handle target, nb
   throw nb::key_error(kernel.c_str());
 }
 
-std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_blocks(nb::handle target, nb::handle source,
-                                                                     std::size_t block_size, std::uint32_t prefix_crc,
-                                                                     std::size_t prefix_size, unsigned threads) {
-  const Buffer to(target, PyBUF_WRITABLE);
-  const Buffer from(source, PyBUF_SIMPLE);
-  check_room(to, from);
-  Copied copied = without_gil(
-      from.size(), [&] { return copy_blocks(to.data(), from.bytes(), block_size, prefix_crc, prefix_size, threads); });
+// `parts`: a list of (target or None, source).
+std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_parts(const nb::list& parts, std::size_t block_size,
+                                                                    std::uint32_t prefix_crc, std::size_t prefix_size,
+                                                                    unsigned threads, bool populate) {
+  std::deque<Buffer> held;
+  std::vector<Part> native;
+  std::size_t size = 0;
+  for (nb::handle part : parts) {
+    const auto pair = nb::cast<nb::tuple>(part);
+    const Buffer& from = held.emplace_back(pair[1], PyBUF_SIMPLE);
+    std::uint8_t* target = nullptr;
+    if (!pair[0].is_none()) {
+      const Buffer& to = held.emplace_back(pair[0], PyBUF_WRITABLE);
+      check_room(to, from);
+      target = to.data();
+    }
+    native.push_back({target, from.bytes()});
+    size += from.size();
+  }
+  const CopyOptions options{block_size, prefix_crc, prefix_size, threads, populate};
+  Copied copied = without_gil(size, [&] { return copy_parts(native, options); });
   return {std::move(copied.block_crcs), copied.tail_crc};
 }
 
@@ -135,7 +149,7 @@ NB_MODULE(_native, module) {
   module.def("crc32c", &py_crc32c);
   module.def("crc32c_combine", &crc32c_combine);
   module.def("copy_crc32c", &py_copy_crc32c);
-  module.def("copy_blocks", &py_copy_blocks);
+  module.def("copy_parts", &py_copy_parts);
   module.def("block_crcs", &py_block_crcs);
   module.def("recv_blocks", &py_recv_blocks);
   module.def("kernels", &py_kernels, "Ways to compute a CRC32C on this processor, best first: that one is used.");

@@ -100,29 +100,34 @@ def copy_crc32c(dst: WriteableBuffer, src: ReadableBuffer, value: int, /) -> int
     return _crc(source, value)
 
 
-def copy_blocks(
-    dst: WriteableBuffer,
-    src: ReadableBuffer,
+def copy_parts(
+    parts: list[tuple[WriteableBuffer | None, ReadableBuffer]],
     block_size: int,
     prefix_crc: int,
     prefix_size: int,
     threads: int,
+    populate: bool,
     /,
 ) -> tuple[list[int], int]:
-    """In one thread, whatever `threads` says."""
-    source, target = _bytes_of(src), _writable_bytes_of(dst)
+    """In one thread, whatever `threads` and `populate` say."""
     crcs: list[int] = []
-    crc, filled, done = prefix_crc, prefix_size, 0
-    if len(target) < len(source):
-        raise ValueError(f"expected a target of at least {len(source)} bytes, found {len(target)}")
-    while done < len(source):
-        step = min(len(source) - done, block_size - filled)
-        crc = copy_crc32c(target[done : done + step], source[done : done + step], crc)
-        done += step
-        filled += step
-        if filled == block_size:
-            crcs.append(crc)
-            crc = filled = 0
+    crc, filled = prefix_crc, prefix_size
+    for dst, src in parts:
+        source = _bytes_of(src)
+        target = None if dst is None else _writable_bytes_of(dst)
+        if target is not None and len(target) < len(source):
+            raise ValueError(f"expected a target of at least {len(source)} bytes, found {len(target)}")
+        done = 0
+        while done < len(source):
+            piece = source[done : done + min(len(source) - done, block_size - filled)]
+            if target is not None:
+                target[done : done + len(piece)] = piece
+            crc = _crc(piece, crc)
+            done += len(piece)
+            filled += len(piece)
+            if filled == block_size:
+                crcs.append(crc)
+                crc = filled = 0
     return crcs, crc
 
 

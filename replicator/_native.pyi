@@ -5,13 +5,13 @@ from _typeshed import ReadableBuffer, WriteableBuffer
 def crc32c(buffer: ReadableBuffer, value: int, /) -> int: ...
 def crc32c_combine(crc_a: int, crc_b: int, len_b: int, /) -> int: ...
 def copy_crc32c(dst: WriteableBuffer, src: ReadableBuffer, value: int, /) -> int: ...
-def copy_blocks(
-    dst: WriteableBuffer,
-    src: ReadableBuffer,
+def copy_parts(
+    parts: list[tuple[WriteableBuffer | None, ReadableBuffer]],
     block_size: int,
     prefix_crc: int,
     prefix_size: int,
     threads: int,
+    populate: bool,
     /,
 ) -> tuple[list[int], int]: ...
 def block_crcs(buffer: ReadableBuffer, block_size: int, /) -> list[int]: ...

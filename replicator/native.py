@@ -26,8 +26,8 @@ __all__ = [
     "Received",
     "block_crcs",
     "combine_blocks",
-    "copy_blocks",
     "copy_crc32c",
+    "copy_parts",
     "crc32c",
     "crc32c_combine",
     "receive",
@@ -41,8 +41,8 @@ FALLBACK_REASON: str
 
 try:
     from replicator._native import block_crcs as _block_crcs
-    from replicator._native import copy_blocks as _copy_blocks
     from replicator._native import copy_crc32c as _copy_crc32c
+    from replicator._native import copy_parts as _copy_parts
     from replicator._native import crc32c as _crc32c
     from replicator._native import crc32c_combine as _crc32c_combine
     from replicator._native import recv_blocks as _recv_blocks
@@ -50,8 +50,8 @@ try:
     IMPLEMENTATION, FALLBACK_REASON = "native", ""
 except ImportError as error:
     from replicator._fallback import block_crcs as _block_crcs
-    from replicator._fallback import copy_blocks as _copy_blocks
     from replicator._fallback import copy_crc32c as _copy_crc32c
+    from replicator._fallback import copy_parts as _copy_parts
     from replicator._fallback import crc32c as _crc32c
     from replicator._fallback import crc32c_combine as _crc32c_combine
     from replicator._fallback import recv_blocks as _recv_blocks
@@ -59,6 +59,8 @@ except ImportError as error:
     IMPLEMENTATION = "python"
     FALLBACK_REASON = f"the native core was not built, or does not load here ({error}); install g++ and reinstall"
 
+COPY_THREADS = min(len(os.sched_getaffinity(0)), 4)
+"""That share one large copy, when nothing else is asked for."""
 NEVER_S = 1e9
 """A slice that does not end by itself."""
 
@@ -99,33 +101,35 @@ def copy_crc32c(dst: WriteableBuffer, src: ReadableBuffer, value: int = 0) -> in
     return _copy_crc32c(dst, src, value)
 
 
-def copy_blocks(
-    dst: WriteableBuffer,
-    src: ReadableBuffer,
+def copy_parts(
+    parts: Sequence[tuple[WriteableBuffer | None, ReadableBuffer]],
     *,
     block_size: int = BLOCK_SIZE,
     prefix_crc: int = 0,
     prefix_size: int = 0,
-    threads: int = 1,
+    threads: int = COPY_THREADS,
+    populate: bool = False,
 ) -> tuple[list[int], int]:
-    """Copy `src` to the start of `dst`, with the CRC32C of every block. The two must not overlap.
+    """Copy each source to the start of its target, with the CRC32C of every block of the stream the sources make.
 
     Args:
-        block_size: in bytes; blocks end at multiples of it, counted from `prefix_size` bytes before `src`.
-        prefix_crc, prefix_size: CRC32C and length of the part of the first block that was copied before.
-        threads: that share a large copy, this one included.
+        parts: (target, source); without a target the source is only checksummed. Nothing may overlap.
+        block_size: in bytes; blocks end at multiples of it, counted from `prefix_size` bytes before the first source.
+        prefix_crc, prefix_size: CRC32C and length of the part of the first block that went before.
+        threads: that share the work when it is large, this one included.
+        populate: the sources are mapped anew, so that reading them would fault in page after page.
 
     Returns:
         The checksums of the blocks that are complete, and that of the bytes after them (0 when there are none).
 
     Raises:
-        ValueError: `dst` is shorter than `src`.
-        BufferError: a buffer is not contiguous, or `dst` is read-only.
+        ValueError: a target is shorter than its source.
+        BufferError: a buffer is not contiguous, or a target is read-only.
     """
     _check_prefix(prefix_size, block_size)
     if threads < 1:
         raise ValueError(f"threads: expected 1 or more, found {threads}")
-    return _copy_blocks(dst, src, block_size, prefix_crc, prefix_size, threads)
+    return _copy_parts(list(parts), block_size, prefix_crc, prefix_size, threads, populate)
 
 
 def block_crcs(buffer: ReadableBuffer, block_size: int = BLOCK_SIZE) -> list[int]:

@@ -15,7 +15,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -30,7 +29,7 @@ from replicator.client.session import Session
 from replicator.client.windows import Window, WindowRing
 from replicator.decide.types import ObjectSource
 from replicator.errors import CorruptObjectError, ObjectNotFoundError, StoreFullError
-from replicator.native import combine_blocks
+from replicator.native import COPY_THREADS, combine_blocks
 from replicator.store.reader import ObjectReader, open_object
 
 logger = logging.getLogger("replicator.checkpoint")
@@ -51,16 +50,16 @@ class Pulled:
 
 
 class Fetcher:
-    """For one plan; a context manager. Not thread-safe; the copying itself is spread over `executor`.
+    """For one plan; a context manager. Not thread-safe; `threads` share the copying.
 
     `pulled` lists what had to come from other nodes.
     """
 
-    def __init__(self, session: Session, plan: Plan, executor: Executor | None = None) -> None:
+    def __init__(self, session: Session, plan: Plan, threads: int = COPY_THREADS) -> None:
         self._session = session
         self._version = plan.require()
         self._sources = {source.name: source for source in plan.sources}
-        self._executor = executor
+        self._threads = threads
         self._open: dict[str, ObjectReader] = {}
         self._ring = WindowRing(session.segments, self._version, session.epoch, session.deadline_s)
         self._expected: set[str] = set()
@@ -204,7 +203,14 @@ class Fetcher:
             last = blocks[min(len(blocks), max(1, LOCAL_BYTES // block_size)) - 1]
             part = range(blocks[0], last + 1)
             end = part.stop * block_size
-            bad = copy_verified(work.extents(end), block_size, lambda index: _block(held, index), self._executor, part)
+            bad = copy_verified(
+                work.extents(end),
+                block_size,
+                lambda index: _block(held, index),
+                part,
+                threads=self._threads,
+                populate=True,
+            )
             if bad:
                 self._done(one.name)
                 reason = f"{_blocks(bad)} of {one} on this node do not match their checksums"
@@ -232,7 +238,7 @@ class Fetcher:
             return "", ""
         part = range(window.blocks[0], window.blocks[-1] + 1)
         end = part.stop * BLOCK_SIZE
-        bad = copy_verified(work.extents(end), BLOCK_SIZE, self._block_at(window), self._executor, part)
+        bad = copy_verified(work.extents(end), BLOCK_SIZE, self._block_at(window), part, threads=self._threads)
         if bad:
             others = tuple(node_id for node_id in source.node_ids if node_id != window.node_id)
             self._ring.again(window, dataclasses.replace(source, node_ids=others))

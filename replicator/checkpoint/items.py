@@ -24,6 +24,45 @@ class ItemSink(Protocol):
     def tell(self) -> int: ...
 
 
+class BufferSink(ItemSink, Protocol):
+    """What a `Gathering` ends in."""
+
+    def write_many(self, buffers: Sequence[memoryview | bytes]) -> int: ...
+
+
+class Gathering:
+    """A sink that keeps what is written to it, and passes it on in large pieces: see `write_many`. Flush it at the end.
+
+    What is written must not change before that.
+    """
+
+    LIMIT_BYTES = 128 << 20
+
+    def __init__(self, sink: BufferSink) -> None:
+        self._sink = sink
+        self._kept: list[memoryview | bytes] = []
+        self._bytes = 0
+
+    def write(self, data: memoryview | bytes) -> int:
+        size = memoryview(data).nbytes
+        self._kept.append(data)
+        self._bytes += size
+        if self._bytes >= self.LIMIT_BYTES:
+            self.flush()
+        return size
+
+    def next_buffer_slice(self, size: int) -> memoryview:
+        self.flush()
+        return self._sink.next_buffer_slice(size)
+
+    def tell(self) -> int:
+        return self._sink.tell() + self._bytes
+
+    def flush(self) -> None:
+        kept, self._kept, self._bytes = self._kept, [], 0
+        self._sink.write_many(kept)
+
+
 def write_item(sink: ItemSink, data: torch.Tensor | io.BytesIO | memoryview | bytes) -> tuple[int, int]:
     """Append one item; (offset, length) in bytes of what a reader of the item needs.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,8 +20,7 @@ from replicator.client.plan import Plan
 from replicator.client.session import Session, current_session
 from replicator.errors import ConfigError, CorruptObjectError, ReplicatorError
 from replicator.ids import validate_step
-
-MAX_THREADS = 4
+from replicator.native import COPY_THREADS
 
 
 class ReplicatedStorageReader(StorageReader):
@@ -61,7 +58,7 @@ class ReplicatedStorageReader(StorageReader):
         self._step = step
         self._given = plan
         self._plan = plan
-        self._threads = threads or min(os.cpu_count() or 1, MAX_THREADS)
+        self._threads = threads or COPY_THREADS
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
         self.pulled: list[Pulled] = []
@@ -83,7 +80,7 @@ class ReplicatedStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Raises NoRecoverableCheckpointError when there is nothing to load, with the reason."""
         plan = self._plan = self._given or self.session.lookup(self._step)
-        with self._pool() as executor, Fetcher(self.session, plan, executor) as fetcher:
+        with Fetcher(self.session, plan, self._threads) as fetcher:
             data = fetcher.read_bytes(METADATA_NAME)
             self.pulled = list(fetcher.pulled)
         metadata = pickle.loads(data)
@@ -121,7 +118,7 @@ class ReplicatedStorageReader(StorageReader):
         for request in plan.items:
             info: _StorageInfo = self._metadata.storage_data[request.storage_index]
             by_object.setdefault(info.relative_path, []).append(reading_of(request, info, saved))
-        with self._pool() as executor, Fetcher(self.session, self.plan, executor) as fetcher:
+        with Fetcher(self.session, self.plan, self._threads) as fetcher:
             fetcher.read(by_object, planner)
             self.pulled += fetcher.pulled
         future: torch.futures.Future[None] = torch.futures.Future()
@@ -154,6 +151,3 @@ class ReplicatedStorageReader(StorageReader):
         if self._plan is None:
             raise ConfigError("nothing has been loaded yet; use session.lookup() to see what would be")
         return self._plan
-
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._threads, thread_name_prefix="replicator-load")

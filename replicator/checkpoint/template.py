@@ -127,10 +127,12 @@ def _split(pieces: list[tuple[int, bytes]], payload_bytes: int) -> TensorTemplat
 
 
 def payload_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in place. The caller keeps the tensor alive while it uses the view."""
+    """The bytes of a contiguous CPU tensor, in place. The view keeps the tensor alive."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(f"expected a contiguous CPU tensor, found strides {tensor.stride()} on {tensor.device}")
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    area = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    area.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(area).cast("B")

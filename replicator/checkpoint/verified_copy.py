@@ -1,17 +1,18 @@
 """Copy byte ranges of an object into memory, and check every block that they touch, in one pass.
 
-A block is the unit of verification. To check one, all of its bytes go through CRC32C: those that are wanted
-through the fused copy, those between them through the checksum alone. So a load reads each byte once, and
+A block is the unit of verification. To check one, all of its bytes go through CRC32C: those that are wanted through
+the fused copy, those between them through the checksum alone. So a load reads each byte once, and
 nothing is handed on before every block it came from has matched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from replicator.native import copy_crc32c, crc32c
+from replicator.native import COPY_THREADS, copy_parts
+
+Part = tuple[memoryview | None, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,19 @@ def copy_verified(
     extents: Sequence[Extent],
     block_size: int,
     block_at: Callable[[int], Block],
-    executor: Executor | None = None,
     blocks: range | None = None,
+    *,
+    threads: int = COPY_THREADS,
+    populate: bool = False,
 ) -> list[int]:
     """Fill all targets, and return the indexes of blocks whose bytes did not match (empty: all is well).
 
     Args:
         extents: may be in any order and may overlap; each target has the length of its range.
         block_at: gives a touched block; the last block of an object may be short.
-        executor: blocks are spread over its threads when given.
         blocks: fill only what is in these blocks.
+        threads: that share the work.
+        populate: the blocks' memory is mapped anew, see `native.copy_parts`.
 
     The contents of what was to be filled mean nothing when the result is not empty.
     """
@@ -68,36 +72,41 @@ def copy_verified(
             first, last = max(first, blocks.start), min(last, blocks.stop - 1)
         for index in range(first, last + 1):
             by_block.setdefault(index, []).append(extent)
+    # Whole blocks one after the other: a stream whose blocks are these. Only the last one may be short.
+    wanted = [(block_at(index), by_block[index]) for index in sorted(by_block)]
+    parts: list[Part] = []
+    again: list[tuple[memoryview, memoryview]] = []
+    for block, touching in wanted:
+        _add_block(block, block.index * block_size, touching, parts, again)
+    crcs, tail = copy_parts(parts, block_size=block_size, threads=threads, populate=populate)
+    for target, source in again:
+        target[:] = source
+    found = [*crcs, tail]
+    return [block.index for (block, _), crc in zip(wanted, found, strict=False) if crc != block.crc32c]
 
-    def check(index: int) -> bool:
-        block = block_at(index)
-        return _copy_block(block, index * block_size, by_block[index]) == block.crc32c
 
-    indexes = list(by_block)
-    results = executor.map(check, indexes) if executor is not None and len(indexes) > 1 else map(check, indexes)
-    return [index for index, good in zip(indexes, results, strict=True) if not good]
+def _add_block(
+    block: Block, start: int, extents: Sequence[Extent], parts: list[Part], again: list[tuple[memoryview, memoryview]]
+) -> None:
+    """The parts that copy what the extents want of this block (from object offset `start` on), all of it checksummed.
 
-
-def _copy_block(block: Block, start: int, extents: Sequence[Extent]) -> int:
-    """Copy the parts of the extents that lie in this block (from object offset `start` on); its CRC32C."""
+    What was wanted before by another extent goes into `again`, as (target, source).
+    """
     size = len(block.view)
-    crc = 0
     done = 0
     for extent in extents:
         begin = max(extent.offset - start, 0)
         end = min(extent.end - start, size)
         target = extent.target[start + begin - extent.offset : start + end - extent.offset]
-        if end <= done or begin < done:
-            # Overlaps what already went through the checksum: the copy alone is left to do for that part.
+        if begin < done:
             overlap = min(end, done)
-            target[: overlap - begin] = block.view[begin:overlap]
+            again.append((target[: overlap - begin], block.view[begin:overlap]))
             target, begin = target[overlap - begin :], overlap
         if begin > done:
-            crc = crc32c(block.view[done:begin], crc)
+            parts.append((None, block.view[done:begin]))
             done = begin
         if end > begin:
-            crc = copy_crc32c(target, block.view[begin:end], crc)
+            parts.append((target, block.view[begin:end]))
             done = end
     if done < size:
-        crc = crc32c(block.view[done:], crc)
-    return crc
+        parts.append((None, block.view[done:]))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from replicator.checkpoint.items import write_item
+from replicator.checkpoint.items import Gathering, write_item
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, template_of
 from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
@@ -295,15 +295,17 @@ class ReplicatedStorageWriter(StorageWriter):
         size = sum(blob.getbuffer().nbytes for _, blob in blobs) + sum(_tensor_bytes(item) for item in tensors)
         results: list[WriteResult] = []
         with self.session.create(version.object(name), size) as sink:
+            gathering = Gathering(sink)
 
             def write(item: WriteItem, data: Any) -> None:
-                offset, length = write_item(sink, data)
+                offset, length = write_item(gathering, data)
                 results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
 
             for item, blob in blobs:
                 write(item, blob)
             for item in tensors:
                 write(item, planner.resolve_data(item))
+            gathering.flush()
         return results, self._replicate(sink)
 
     def _write_bytes(self, version: ContainerVersion, name: str, data: bytes) -> ManifestEntry:

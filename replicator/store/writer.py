@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicator.checksum import BLOCK_SIZE
 from replicator.errors import SegmentError, StoreFullError
 from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
-from replicator.native import combine_blocks, copy_blocks, crc32c
+from replicator.native import combine_blocks, copy_parts, crc32c
 from replicator.store.segment import MappedSegment
 from replicator.store.trailer import ObjectInfo, capacity_for, payload_limit, write_trailer
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
-COPY_THREADS = min(len(os.sched_getaffinity(0)), 4)
-"""That share the copy of one large buffer."""
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 
 class ObjectWriter:
@@ -67,28 +63,27 @@ class ObjectWriter:
             SegmentError: the writer is closed.
             StoreFullError: the segment is too small and there is no room for a larger one.
         """
-        with memoryview(data) as whole:
-            if whole.nbytes == 0:
-                self._check_open()
-                return 0
-            with whole.cast("B") as source:
-                return self._write(source)
+        return self.write_many([data])
 
-    def _write(self, source: memoryview) -> int:
-        size = len(source)
+    def write_many(self, buffers: Sequence[ReadableBuffer]) -> int:
+        """Append them all in one go, which large ones share several threads for. Returns and raises like `write`."""
+        sources = [source for source in map(_bytes_of, buffers) if len(source)]
+        size = sum(map(len, sources))
         self._make_room(size)
         self._sum_slice()
-        crcs, self._crc = copy_blocks(
-            self.mapped.view[self._summed : self._summed + size],
-            source,
+        view, start = self.mapped.view, self._summed
+        parts: list[tuple[WriteableBuffer | None, ReadableBuffer]] = []
+        for source in sources:
+            parts.append((view[start : start + len(source)], source))
+            start += len(source)
+        crcs, self._crc = copy_parts(
+            parts,
             block_size=self._block_size,
             prefix_crc=self._crc,
             prefix_size=self._summed % self._block_size,
-            threads=COPY_THREADS,
         )
         self._block_crcs += crcs
-        self._summed += size
-        self._size = self._summed
+        self._size = self._summed = start
         reach("write.copied")
         return size
 
@@ -162,7 +157,7 @@ class ObjectWriter:
         if payload_limit(larger.capacity, self._block_size) < needed:
             raise SegmentError(f"asked for a segment that holds {needed} bytes of {self.object}, got {larger.capacity}")
         # Its checksums are not wanted; it is the copy that lets other threads run.
-        copy_blocks(larger.view, self.mapped.view[: self._size], threads=COPY_THREADS)
+        copy_parts([(larger.view, self.mapped.view[: self._size])])
         outgrown, self.mapped = self.mapped, larger
         self._limit = payload_limit(larger.capacity, self._block_size)
         if self._retire is not None:
@@ -199,3 +194,8 @@ class ObjectWriter:
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is not None:
             self.abort()
+
+
+def _bytes_of(buffer: ReadableBuffer) -> memoryview:
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")

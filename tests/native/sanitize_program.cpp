@@ -150,9 +150,14 @@ void copies() {
           expect(other.holds(data), "copy of a kernel", size, 1);
         }
         const Room shared(size, to);
-        const Copied copied = copy_blocks(shared.data(), source.span(), std::size_t{1} << 40, 9, 1, 3);
-        expect(copied.tail_crc == right && copied.block_crcs.empty(), "checksum of copy_blocks", size, 0);
-        expect(shared.holds(data), "copy of copy_blocks", size, 0);
+        const std::size_t cut = size / 3;
+        const Part parts[] = {{shared.data(), source.span().first(cut)},
+                              {nullptr, source.span().subspan(cut)},
+                              {shared.data() + cut, source.span().subspan(cut)}};
+        const Copied copied = copy_parts(parts, {std::size_t{1} << 40, 9, 1, 3, true});
+        const std::uint32_t twice = crc32c(right, source.span().subspan(cut));
+        expect(copied.tail_crc == twice && copied.block_crcs.empty(), "checksum of copy_parts", size, 0);
+        expect(shared.holds(data), "copy of copy_parts", size, 0);
       }
     }
   }

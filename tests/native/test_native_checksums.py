@@ -72,25 +72,50 @@ def test_every_kernel_copies_past_the_caches_at_every_alignment(kernel: str) -> 
 
 @MANY
 @given(
-    data=PIECES,
+    pieces=st.lists(st.tuples(PIECES, st.booleans()), max_size=6),
     block_size=st.integers(1, 700),
     prefix=st.integers(0, 2000),
     start=st.integers(0, 2**32 - 1),
     threads=st.integers(1, 5),
+    populate=st.booleans(),
 )
-def test_a_copy_has_a_checksum_per_block(
-    native: ModuleType, data: bytes, block_size: int, prefix: int, start: int, threads: int
+def test_copied_parts_have_a_checksum_per_block_of_their_stream(
+    native: ModuleType,
+    pieces: list[tuple[bytes, bool]],
+    block_size: int,
+    prefix: int,
+    start: int,
+    threads: int,
+    populate: bool,
 ) -> None:
     prefix %= block_size
-    target = bytearray(len(data))
-    crcs, tail = native.copy_blocks(
-        target, data, block_size=block_size, prefix_crc=start, prefix_size=prefix, threads=threads
+    parts = [(bytearray(len(source)) if wanted else None, source) for source, wanted in pieces]
+    crcs, tail = native.copy_parts(
+        parts, block_size=block_size, prefix_crc=start, prefix_size=prefix, threads=threads, populate=populate
     )
-    assert target == data
+    assert all(target is None or target == source for target, source in parts)
+    data = b"".join(source for source, _ in pieces)
     ends = [*range(block_size - prefix, len(data) + 1, block_size)]
-    pieces = [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
-    expected = [reference.crc32c(piece, 0 if n else start) for n, piece in enumerate(pieces)]
-    assert [*crcs, tail] == expected
+    blocks = [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
+    assert [*crcs, tail] == [reference.crc32c(block, 0 if n else start) for n, block in enumerate(blocks)]
+
+
+def test_a_part_whose_target_is_too_short_is_refused(native: ModuleType) -> None:
+    with pytest.raises(ValueError, match="at least 4 bytes, found 3"):
+        native.copy_parts([(bytearray(3), b"abcd")])
+    with pytest.raises(BufferError):
+        native.copy_parts([(b"abcd", b"abcd")])
+
+
+def test_parts_of_a_fresh_mapping_are_populated_and_right(native: ModuleType, tmp_path: Path) -> None:
+    data = random.Random(5).randbytes(3 << 20)
+    (tmp_path / "file").write_bytes(data)
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
+        target = bytearray(len(data) - 5)
+        with memoryview(area) as view, view[5:] as source:
+            crcs, tail = native.copy_parts([(target, source)], block_size=1 << 20, threads=2, populate=True)
+        assert target == data[5:]
+        assert [*crcs, tail] == [reference.crc32c(data[i : i + (1 << 20)]) for i in range(5, len(data), 1 << 20)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
@@ -99,7 +124,7 @@ def test_a_large_copy_by_several_threads(native: ModuleType, threads: int, prefi
     block = 4 << 20
     data = random.Random(4).randbytes(1 << 20) * 21 + b"odd"
     target = bytearray(len(data) + 1)
-    crcs, tail = native.copy_blocks(target, data, prefix_crc=5, prefix_size=prefix, threads=threads)
+    crcs, tail = native.copy_parts([(target, data)], prefix_crc=5, prefix_size=prefix, threads=threads)
     assert target == data + b"\0"
     first = block - prefix
     assert crcs[0] == reference.crc32c(data[:first], 5)

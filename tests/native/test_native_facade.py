@@ -9,7 +9,7 @@ import pytest
 
 from replicator import _fallback, _native, native
 
-FUNCTIONS = ("crc32c", "crc32c_combine", "copy_crc32c", "copy_blocks", "block_crcs", "recv_blocks")
+FUNCTIONS = ("crc32c", "crc32c_combine", "copy_crc32c", "copy_parts", "block_crcs", "recv_blocks")
 
 
 def test_the_native_core_is_used_and_no_reason_given() -> None:
