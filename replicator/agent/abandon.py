@@ -110,13 +110,16 @@ class Abandonment:
                 log.warning("what has a manifest is not abandoned", extra=fields(version))
                 continue
             given_up.append(version)
-            if version not in self._abandoned:
+            is_new = version not in self._abandoned
+            if is_new:
                 self._abandoned[version] = reason
                 self._counters.add("containers_abandoned")
                 while len(self._abandoned) > MAX_REMEMBERED:
                     self._abandoned.popitem(last=False)
             self._replicator.forget(version)
-            await asyncio.to_thread(self._retention.drop_abandoned, version, reason)
+            # It is told of again with every later one; what is refused since the first time is not here.
+            if is_new or self._store.objects(version):
+                await asyncio.to_thread(self._retention.drop_abandoned, version, reason)
         return given_up
 
     # -- who stores something of a container

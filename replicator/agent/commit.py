@@ -122,6 +122,7 @@ class Committer:
             config, address, store, jobs, peers, manifests, replicator, retention, self._background, counters
         )
         self._sender = ManifestSender(address, jobs, peers, manifests)
+        peers.on_replaced.append(self._owner_replaced)
         self._own_copies = OwnCopies(
             config,
             address,
@@ -221,6 +222,11 @@ class Committer:
         entry.acknowledged.setdefault(owner, set()).update(held.name for held in objects)
         self._progressed(version)
         self._protect_if_due(entry)
+
+    def _owner_replaced(self, before: NodeAddress, now: NodeAddress) -> None:
+        """What an owner reported may be gone with that incarnation: the one that is there now reports anew."""
+        for entry in self._open.values():
+            entry.acknowledged.pop(now.node_id, None)
 
     def _check_own(self, manifest: Manifest) -> None:
         version = manifest.version

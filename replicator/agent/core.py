@@ -95,7 +95,7 @@ class AgentCore:
     scrubber: Scrubber
     healer: Healer
     drain: Drain
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _closed: bool = False
 
     @property
@@ -111,6 +111,7 @@ class AgentCore:
         self.store.on_pressure = self.retention.on_pressure
         self._spawn(self._take_up(), "taking up unfinished work")
         self._spawn(self.prefaulter.run(), "touching memory ahead of need")
+        self.health.on_change.append(self._peer_changed)
         self._spawn(self.health.run(), "the watch over the peers")
         self._spawn(self.repairer.run(), "bringing again what was damaged")
         self._spawn(self.scrubber.run(), "verifying what is held")
@@ -149,15 +150,21 @@ class AgentCore:
         self.committer.resume()
         reach("restart.resumed")
 
+    def _peer_changed(self, old: NodeHealth | None, new: NodeHealth) -> None:
+        """Whoever was away may have missed that this agent is reached elsewhere since its last start (F34)."""
+        if new.state is NodeState.ALIVE and not self._closed:
+            self._spawn(self.peers.announce_to(new.node), "telling a peer where this agent is")
+
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = asyncio.get_running_loop().create_task(work)
 
         def ended(done: asyncio.Task[None]) -> None:
+            self._tasks.discard(done)
             if not done.cancelled() and done.exception() is not None:
                 log.error("%s failed", what, exc_info=done.exception())
 
         task.add_done_callback(ended)
-        self._tasks.append(task)
+        self._tasks.add(task)
 
 
 def build_core(

@@ -191,7 +191,12 @@ class Landing:
         spread = min(len(sources), MAX_SPREAD) if info.size >= MIN_SPREAD_BYTES and blocks is None else 1
         count = len(info.block_crcs)
         bounds = [count * i // spread for i in range(spread + 1)]
+        bad: dict[str, None] = {}
         done = [0] * spread
+
+        def bad_block(node_id: str, block: int) -> None:
+            bad[node_id] = None
+            self._opener.note_bad(info.object, node_id)
 
         async def part(index: int) -> PullReport:
             def progressed(size: int) -> None:
@@ -207,21 +212,26 @@ class Landing:
                 view = target[first * info.block_size : min(last * info.block_size, info.size)]
                 wanted = range(first, last)
             return await pull(
-                info, ordered, view, lanes=self._lanes, policy=policy, blocks=wanted, on_progress=progressed
+                info,
+                ordered,
+                view,
+                lanes=self._lanes,
+                policy=policy,
+                blocks=wanted,
+                on_progress=progressed,
+                on_bad_block=bad_block,
             )
 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(part(index)) for index in range(spread)]
         except ExceptionGroup as failed:
-            error = failed.exceptions[0]
-            if isinstance(error, CorruptObjectError) and sources:
-                self._opener.note_bad(info.object, sources[-1].node_id)
-            raise error from None
-        reports = [task.result() for task in tasks]
-        for report in reports:
-            self._opener.note(info.object, report)
-        return _merged(reports)
+            raise failed.exceptions[0] from None
+        finally:
+            # Not before: a copy that is gone in the middle would be the reason that is told, instead of its bad bytes.
+            for node_id in bad:
+                self._opener.have_checked(info.object, node_id)
+        return _merged([task.result() for task in tasks])
 
     # -- what is here already
 

@@ -85,7 +85,7 @@ class OwnCopies:
             # Also when the report has to wait for copies that are lacking now.
             self._reported.pop(version, None)
         missing = self._missing(version, mine)
-        if missing:
+        if missing or not self._holds(version, mine):
             self._replicator.ensure(missing, self._jobs.epoch(version.container.job))
         elif version not in self._reported:
             self._background.spawn("report", version, self._report(manifest, mine))
@@ -130,7 +130,7 @@ class OwnCopies:
                 return
             mine = self._of_this_node(manifest)
             missing = self._missing(version, mine)
-            if missing:
+            if missing or not self._holds(version, mine):
                 self._replicator.ensure(missing, self._jobs.epoch(job))
             elif version in self._reported:
                 return
@@ -139,6 +139,14 @@ class OwnCopies:
 
     def _missing(self, version: ContainerVersion, held: Sequence[HeldObject]) -> list[ObjectVersion]:
         return self._replicator.unacknowledged(version, (one.name for one in held))
+
+    def _holds(self, version: ContainerVersion, mine: Sequence[HeldObject]) -> bool:
+        """Whether this node's own copies are here. One that lost them, and came back, may have no buddy to ask."""
+        held = self._store.objects(version)
+        return all(
+            (info := held.get(one.name)) is not None and (info.size, info.crc32c) == (one.size, one.crc32c)
+            for one in mine
+        )
 
     def _of_this_node(self, manifest: Manifest) -> list[HeldObject]:
         return [
@@ -164,7 +172,7 @@ class OwnCopies:
             # A buddy that was replaced meanwhile has nothing any more: then its copies are made again first.
             job = version.container.job
             await asyncio.gather(*(self._peers.confirm(job, buddy) for buddy in self._jobs.buddies(job)))
-            if self._missing(version, held):
+            if self._missing(version, held) or not self._holds(version, held):
                 return
             reach("protect.reporting")
             for start in range(0, len(held), OBJECTS_PER_INVENTORY_MESSAGE):

@@ -157,6 +157,16 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         return reply
 
     @_served
+    async def CheckObject(self, request: peer_pb2.CheckObjectRequest, context: Context) -> peer_pb2.CheckObjectReply:
+        """A receiver found an object's bytes to be wrong: the copy here is checked, and set aside when it is bad."""
+        self._check_if_given(request.sender)
+        try:
+            sound = await self.core.puller.check_local(object_from_pb(request.object))
+        except ObjectNotFoundError:
+            sound = False
+        return peer_pb2.CheckObjectReply(sound=sound)
+
+    @_served
     async def PutManifest(
         self, request: AsyncIterator[types_pb2.ManifestChunk], context: Context
     ) -> peer_pb2.PutManifestReply:

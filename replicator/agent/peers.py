@@ -20,7 +20,7 @@ from replicator.agent.jobs import EpochAnswer, Jobs
 from replicator.agent.link import Link, LinkBrokenError
 from replicator.agent.membership import Source, build_source
 from replicator.config import AgentConfig
-from replicator.errors import DeadlineExceededError, InvalidIdError, PeerUnavailableError
+from replicator.errors import DeadlineExceededError, InvalidIdError, PeerUnavailableError, ReplicatorError
 from replicator.ids import AgreedPlacement, NodeAddress, NodeIdentity
 from replicator.v1 import peer_pb2
 from replicator.wire import (
@@ -206,17 +206,15 @@ class PeerDirectory:
 
     async def announce(self) -> None:
         """Tell everybody where this agent is reached now; those who do not answer will hear it another time."""
-        targets = self.known()
+        await asyncio.gather(*(self.announce_to(node) for node in self.known()), return_exceptions=True)
 
-        async def tell(node: NodeAddress | str) -> None:
-            with contextlib.suppress(PeerUnavailableError, DeadlineExceededError):
-                for job in self._jobs.names():
-                    if isinstance(node, str) or any(one.node_id == node.node_id for one in self._jobs.everyone(job)):
-                        await self._hello(
-                            node, job, self._now() + self._config.rpc_deadline_s, self._config.rpc_deadline_s
-                        )
-
-        await asyncio.gather(*(tell(node) for node in targets), return_exceptions=True)
+    async def announce_to(self, node: NodeAddress | str) -> None:
+        """Tell one node where this agent is reached now, for every job that it takes part in."""
+        limit = self._config.rpc_deadline_s
+        with contextlib.suppress(ReplicatorError):
+            for job in self._jobs.names():
+                if isinstance(node, str) or any(one.node_id == node.node_id for one in self._jobs.everyone(job)):
+                    await self._hello(node, job, self._now() + limit, limit)
 
     def look_at(self, job: str, claims: Iterable[NodeAddress]) -> None:
         """Somebody says where nodes are; ask there wherever that is not what is known. Does not wait."""
@@ -233,7 +231,7 @@ class PeerDirectory:
             if node == claimed:
                 return
         if any(node.node_id == claimed.node_id for node in self._jobs.everyone(job)):
-            with contextlib.suppress(PeerUnavailableError, DeadlineExceededError):
+            with contextlib.suppress(ReplicatorError):
                 await self.ask_epoch(job, claimed.grpc_address, claimed, self._config.rpc_deadline_s)
 
     # -- calls

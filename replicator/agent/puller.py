@@ -26,6 +26,7 @@ from replicator.checksum import BLOCK_SIZE
 from replicator.config import AgentConfig
 from replicator.decide.types import ObjectSource
 from replicator.errors import (
+    CorruptObjectError,
     DeadlineExceededError,
     NodeDrainingError,
     ObjectExistsError,
@@ -338,14 +339,18 @@ class Puller:
     ) -> Taken:
         one = taking.object
         sources = self._opener.sources(one, source.node_ids)
-        info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
-        info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
+        try:
+            info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
+            info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
 
-        def before_seal() -> None:
-            require_wanted()
-            self._landing.give_way(info)
+            def before_seal() -> None:
+                require_wanted()
+                self._landing.give_way(info)
 
-        return await self._land(taking, info, sources, deadline_s, before_seal, pace)
+            return await self._land(taking, info, sources, deadline_s, before_seal, pace)
+        except (CorruptObjectError, TransferError):
+            await self._opener.checked(one)
+            raise
 
     def window(self, wanted: WindowWanted, deadline_s: float) -> AsyncIterator[local_pb2.WindowEvent]:
         """Bring some blocks of an object into a segment of a trainer: see `Windows.bring`."""
@@ -376,6 +381,7 @@ class Puller:
         """Give up all pulls, and close the lanes."""
         await self._packer.close()
         await self._takings.close()
+        await self._opener.close()
         await self._landing.close()
 
     # -- both

@@ -41,12 +41,15 @@ class _HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
 class Server:
     """One listening gRPC server. Its health is NOT_SERVING until `set_serving`.
 
+    Args:
+        server: where calls come from, instead of a new gRPC server.
+
     Attributes:
         grpc: to register services on, before `start`.
     """
 
-    def __init__(self, services: Sequence[str]) -> None:
-        self.grpc = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+    def __init__(self, services: Sequence[str], server: grpc.aio.Server | None = None) -> None:
+        self.grpc = server or grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         self._names = ("", *services)
         self._health = _HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

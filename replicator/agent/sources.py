@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from replicator.agent.counters import Counters
+from replicator.agent.logs import fields
 from replicator.agent.peers import PeerDirectory
 from replicator.config import AgentConfig
 from replicator.errors import (
@@ -18,11 +21,15 @@ from replicator.errors import (
 from replicator.ids import NodeAddress, ObjectVersion
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.lane import Source
-from replicator.transfer.pull import PullReport, PullSource
+from replicator.transfer.pull import PullSource
 from replicator.v1 import peer_pb2
 from replicator.wire import info_from_pb, object_to_pb, sender_to_pb, validate_address
 
 MAX_BAD = 65536
+# Checks of bad copies, by their holders, that are under way at a time.
+MAX_CHECKS = 64
+
+log = logging.getLogger(__name__)
 
 
 class PeerSource:
@@ -51,7 +58,11 @@ class PeerSource:
         async def open_it() -> Source:
             source, self._opened = self._opened, None
             if source is None:
-                require_same(await self.describe(), wanted, self.node_id)
+                try:
+                    require_same(await self.describe(), wanted, self.node_id)
+                except CorruptObjectError:
+                    self._opener.note_bad(self._one, self.node_id)
+                    raise
                 source, self._opened = self._opened, None
                 assert source is not None, "describe opens it"
             return source
@@ -69,6 +80,7 @@ class Opener:
         self._want_ticket = config.lane != "grpc" and not config.tls
         self._counters = counters
         self._bad: OrderedDict[tuple[ObjectVersion, str], None] = OrderedDict()
+        self._checks: dict[tuple[ObjectVersion, str], asyncio.Task[None]] = {}
 
     def sources(self, one: ObjectVersion, node_ids: Iterable[str]) -> list[PeerSource]:
         """The other nodes as sources, those whose copy was found to be bad last."""
@@ -122,17 +134,55 @@ class Opener:
             raise ObjectNotFoundError(f"no other node is known to hold {one}; ask for a new plan with a lookup")
         raise failure_of(one, reasons)
 
-    def note(self, one: ObjectVersion, report: PullReport) -> None:
-        """Count what a pull found to be bad, and remember where."""
-        for node_id, _ in report.bad_blocks:
-            self.note_bad(one, node_id)
-
     def note_bad(self, one: ObjectVersion, node_id: str) -> None:
-        """A source gave bytes, or a description, that do not match: it is tried last from now on. Nobody is told."""
+        """A source gave bytes, or a description, that do not match: it is tried last from now on."""
         self._counters.add("bad_blocks_received")
         self._bad[one, node_id] = None
         while len(self._bad) > MAX_BAD:
             self._bad.popitem(last=False)
+
+    def have_checked(self, one: ObjectVersion, node_id: str) -> None:
+        """Let a source of bad bytes look at its copy; it believes only what it finds, and offers a bad one no more.
+
+        It may be the only holder, and then every plan would be one that cannot be carried out (F01).
+        """
+        if (one, node_id) not in self._checks and len(self._checks) < MAX_CHECKS:
+            task = asyncio.get_running_loop().create_task(self._check(one, node_id))
+            self._checks[one, node_id] = task
+            task.add_done_callback(lambda done: self._checks.pop((one, node_id), None))
+
+    async def checked(self, one: ObjectVersion) -> None:
+        """Wait until the sources whose copies of an object were bad have looked at them, and offer them no more.
+
+        Whoever is told that the object cannot be had, and asks for another plan then, gets another one.
+        """
+        due = [task for (checked, _), task in self._checks.items() if checked == one]
+        if due:
+            await asyncio.wait(due)
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = list(self._checks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check(self, one: ObjectVersion, node_id: str) -> None:
+        job = one.version.container.job
+        request = peer_pb2.CheckObjectRequest(sender=sender_to_pb(self.peers.sender_of(job)), object=object_to_pb(one))
+        try:
+            reply = await self.peers.unary(
+                self.peers.resolve(job, node_id),
+                "PeerService/CheckObject",
+                request,
+                peer_pb2.CheckObjectReply,
+                awaited=f"a check of its copy of {one}",
+                deadline_s=self._deadline_s,
+            )
+        except ReplicatorError as error:
+            log.info("a bad copy could not be checked", extra=fields(one, peer=node_id, reason=error))
+        else:
+            log.info("a copy was checked where it is", extra=fields(one, peer=node_id, sound=reply.sound))
 
 
 def require_content(info: ObjectInfo, size: int, crc: int, node_id: str) -> None:

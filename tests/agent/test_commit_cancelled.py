@@ -37,7 +37,7 @@ def test_what_is_still_being_stored_is_not_abandoned() -> None:
         config=SimpleNamespace(deadline_s=1.0),
         store=SimpleNamespace(manifest=stored.get, objects=lambda version: {}),
         jobs=SimpleNamespace(check=lambda job, epoch: None, has_joined=lambda job, epoch: True),
-        peers=SimpleNamespace(),
+        peers=SimpleNamespace(on_replaced=[]),
         manifests=SimpleNamespace(put=put),
         replicator=SimpleNamespace(forget=lambda version: None),
         retention=SimpleNamespace(drop_abandoned=drop),
