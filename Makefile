@@ -4,6 +4,7 @@
 #   make venv    the virtual environment .venv: PyTorch first, then Replicator, editable
 #   make demo    three nodes, one is lost, the job goes on; options: make demo DEMO_ARGS="--seed 7"
 #   make test    lint, then all tests; options: make test TEST_ARGS="tests/store -x"
+#   make simulate  real agents on a simulated network; options: SEEDS=2000, or SEED=123 and its trace, BREAK=skip-crc
 #   make bench   limits, Replicator and its peers, measured; options: make bench BENCH_ARGS="--quick --json out.json"
 #   make faults  kills and network faults on this machine, as a table; options: make faults FAULTS_ARGS="--list"
 #   make lint    ruff and mypy --strict
@@ -19,16 +20,19 @@ BENCH_ARGS ?=
 FAULTS_ARGS ?=
 
 BIN := $(VENV)/bin
+SEEDS ?= 200
+SEED ?=
+BREAK ?=
 CHECKED := replicator tests benchmarks
 # What an installed environment depends on; Python sources are not among them: the install is editable.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench faults lint format clean
+.PHONY: help venv demo test simulate bench faults lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,11s/^# *//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '4,12s/^# *//p' $(firstword $(MAKEFILE_LIST))
 
 venv: $(VENV)/.installed
 
@@ -60,6 +64,9 @@ lint: venv
 
 test: lint
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+simulate: venv
+	$(BIN)/python -m tests.simulator $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(BREAK),--break $(BREAK))
 
 bench: venv
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
