@@ -67,6 +67,8 @@ class Oracle:
             node.store is not None and version in node.store.versions() for node in self.world.nodes
         ):
             self.world.broken(f"{version} was begun twice")
+        events = self.history(version.container.job).events
+        events[:] = [event for event in events if getattr(event, "version", None) != version]
         names = tuple(members)
         self.containers[version] = Container(version, names, min(replicas, len(names) - 1))
 
