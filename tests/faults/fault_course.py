@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from fault_trainer import LARGE
 from replicator.ids import CheckpointContainerId, ContainerVersion
 
 OUTCOME_S = 60.0
+ANSWERING_S = 15.0
 
 
 class Course:
@@ -81,7 +83,12 @@ def save(made: Cluster, history: History, large: int = LARGE) -> Save:
 
 def recover(made: Cluster) -> ContainerVersion | None:
     """All ranks ask what to load, get the same answer, and load it, every byte compared. Returns what they loaded."""
-    plans = _all(made.trainers, "lookup")
+    end = time.monotonic() + ANSWERING_S
+    while True:
+        plans = _all(made.trainers, "lookup")
+        # A lookup asks once: whose agent has just been started again may be known to others at its old address.
+        if not any(plan["unanswered"] for plan in plans) or time.monotonic() > end:
+            break
     for plan in plans[1:]:
         if any(plan[key] != plans[0][key] for key in ("step", "generation", "sources")):
             raise CaseFailedError(f"ranks got different plans: {plans[0]} and {plan}")

@@ -165,8 +165,11 @@ class Matrix:
             made.enter()
         found = check_recovery(made, self._history, lost_memory=lost_memory, beyond=beyond)
         self._lost = self._history.lost(found)
-        save(made, self._history)
+        newest = save(made, self._history).version
         for node in made.nodes:
+            # Also for the next case: who does not know that it is protected would go on with it.
+            mark = node.paths.manifest_of(newest) / "protected"
+            wait_until(mark.exists, f"{node.node_id} knows that {newest} is protected", ORDER_S)
             self._check_order(node)
         return found
 
