@@ -16,6 +16,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Tests wait for deadlines and processes more than they compute, so there may be more at a time than there are cores.
+TEST_PROCESSES ?= 3
 BENCH_ARGS ?=
 FAULTS_ARGS ?=
 
@@ -63,7 +65,7 @@ lint: venv
 	$(BIN)/mypy --strict -p benchmarks
 
 test: lint
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
 
 simulate: venv
 	$(BIN)/python -m tests.simulator $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(BREAK),--break $(BREAK))

@@ -29,12 +29,18 @@ def address_of(area: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(area))
 
 
-def mapped_file(directory: str | Path, size: int, *, faulted: bool) -> mmap.mmap:
-    """A new nameless file of `size` bytes in `directory`, mapped; all its pages touched when `faulted`."""
+def nameless_file(directory: str | Path, size: int) -> int:
+    """The descriptor of a new file of `size` bytes in `directory`, allocated."""
     fd, path = tempfile.mkstemp(prefix="replicator-limit-", dir=directory)
+    os.unlink(path)
+    os.posix_fallocate(fd, 0, size)
+    return fd
+
+
+def mapped_file(directory: str | Path, size: int, *, faulted: bool) -> mmap.mmap:
+    """A new nameless file, mapped; all its pages touched when `faulted`."""
+    fd = nameless_file(directory, size)
     try:
-        os.unlink(path)
-        os.posix_fallocate(fd, 0, size)
         area = mmap.mmap(fd, size)
     finally:
         os.close(fd)
@@ -61,11 +67,25 @@ class CopyRole(Role):
         self._directory, self._size, self._into_file = directory, size, into_file
         self._memory = mmap.mmap(-1, size)
         fault_in(self._memory)
-        self._file = mapped_file(directory, size, faulted=True)
+        self._fd = nameless_file(directory, size)
+        self._file = mmap.mmap(self._fd, size)
+        fault_in(self._file)
 
-    def run(self, threads: int = 1, fresh: bool = False) -> float:
-        """Seconds of one copy, which so many threads share; `fresh`: into a new file without any page."""
-        area = mapped_file(self._directory, self._size, faulted=False) if fresh else self._file
+    def run(self, threads: int = 1, fresh: bool = False, remap: bool = False) -> float:
+        """Seconds of one copy, which so many threads share.
+
+        Args:
+            fresh: into a new file without any page.
+            remap: from or to a new mapping of the file, made with all its pages; making it counts.
+        """
+        if remap:
+            began = time.perf_counter()
+            with mmap.mmap(self._fd, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) as area:
+                mapped_s = time.perf_counter() - began
+                return mapped_s + self._copy(area, threads)
+        return self._copy(mapped_file(self._directory, self._size, faulted=False) if fresh else self._file, threads)
+
+    def _copy(self, area: mmap.mmap, threads: int) -> float:
         memory, mapped = address_of(self._memory), address_of(area)
         target, source = (mapped, memory) if self._into_file else (memory, mapped)
         share = -(-self._size // threads // PAGE) * PAGE

@@ -17,7 +17,6 @@ from cluster import MIB, Cluster, Node, Rank, call, cluster, dead_peer, mute_pee
 from replicator.decide.types import Manifest, ObjectSource
 from replicator.errors import InvalidIdError, StaleEpochError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
-from replicator.native import crc32c
 from replicator.v1 import admin_pb2, local_pb2, types_pb2
 from replicator.wire import node_address_to_pb, source_to_pb, version_from_pb, version_to_pb
 
@@ -375,71 +374,6 @@ def test_a_trainer_that_goes_away_stops_what_only_it_wanted(three: Cluster) -> N
     three.nodes[0].agent.signal(signal.SIGCONT)
     stream.cancel()
     wait_until(lambda: three.nodes[2].status().reserved_bytes == 0, "nothing is reserved")
-
-
-# -- ranges
-
-
-def _ranges(rank: Rank, version: ContainerVersion, source: ObjectSource, ranges: list[tuple[int, int]]):  # type: ignore[no-untyped-def]
-    request = local_pb2.RetrieveRangesRequest(
-        client_id=rank.client_id,
-        epoch=1,
-        container=version_to_pb(version),
-        object=source_to_pb(source),
-        ranges=[local_pb2.ByteRange(offset_bytes=offset, length_bytes=length) for offset, length in ranges],
-        deadline_ms=3000,
-    )
-    return rank.call("RetrieveRanges", request, local_pb2.RetrieveRangesReply)
-
-
-@pytest.mark.parametrize("index", [0, 2])
-def test_only_the_blocks_that_cover_the_ranges_are_brought(three: Cluster, index: int) -> None:
-    """F44: from another node, and from the node itself."""
-    writer = three.ranks[0]
-    one = writer.begin(1).object("a")
-    content = os.urandom(4096) * 4096 + os.urandom(777)  # 16 MiB and a short fifth block
-    info = writer.write(one, content)
-    source = ObjectSource("a", info.size, info.crc32c, "n0", ("n0",))
-    rank = three.ranks[index]
-    reply = _ranges(rank, one.version, source, [(info.size - 10, 10), (5 * MIB, 10), (4 * MIB, 1), (0, 0)])
-    assert list(reply.blocks) == [1, 4]
-    assert reply.source_node_id == "n0"
-    mapped = rank.mappings.get(reply.segment, reply.inode, reply.capacity_bytes)
-    for place, block in enumerate(reply.blocks):
-        size = min(4 * MIB, info.size - block * 4 * MIB)
-        got = mapped.view[place * reply.block_size_bytes :][:size]
-        assert got == content[block * 4 * MIB :][:size]
-        assert crc32c(got) == reply.block_crc32c[place] == info.block_crcs[block]
-    release = local_pb2.ReleaseRequest(client_id=rank.client_id, segment=reply.segment)
-    rank.call("Release", release, local_pb2.ReleaseReply)
-    assert three.nodes[2].held(one) is None
-
-
-def test_a_corrupt_local_block_comes_from_another_holder(three: Cluster) -> None:
-    """F01: and the whole object comes again, in place of the bad copy."""
-    manifest = _protect(three, 1, os.urandom(MIB) * 9)
-    one = manifest.version.object("shard-0")
-    content = three.nodes[0].bytes_of(one)
-    _flip(three.nodes[0], manifest.version, "shard-0", 5 * MIB)
-    quarantined = three.nodes[0].status().quarantined_objects
-    source = sources_of(three.ranks[0].lookup())[0]
-    reply = _ranges(three.ranks[0], manifest.version, source, [(5 * MIB, 10)])
-    assert reply.source_node_id == "n1"
-    mapped = three.ranks[0].mappings.get(reply.segment, reply.inode, reply.capacity_bytes)
-    assert mapped.view[: 4 * MIB] == content[4 * MIB : 8 * MIB]
-    assert three.nodes[0].status().quarantined_objects == quarantined + 1
-    wait_until(lambda: three.nodes[0].held(one) is not None, "a good copy is here again")
-    assert three.nodes[0].bytes_of(one) == content
-
-
-@pytest.mark.parametrize("ranges", [[(0, 11)], [(10, 1)], [(2**62, 2**62)], [], [(3, 0)]])
-def test_ranges_outside_the_object_are_refused(three: Cluster, ranges: list[tuple[int, int]]) -> None:
-    writer = three.ranks[0]
-    one = writer.begin(1).object("a")
-    info = writer.write(one, b"0123456789")
-    source = ObjectSource("a", info.size, info.crc32c, "n0", ("n0",))
-    with pytest.raises(InvalidIdError):
-        _ranges(writer, one.version, source, ranges)
 
 
 def test_an_object_is_read_through_any_agent(three: Cluster) -> None:

@@ -12,6 +12,7 @@ import pytest
 from agent_harness import wait_until
 from cluster import JOB, MIB, Cluster, cluster, dead_peer, mute_peer, sources_of
 
+from replicator.agent.published import LAST, RECORD
 from replicator.errors import InvalidIdError, ObjectNotFoundError, StaleEpochError
 from replicator.ids import NodeAddress, NodeIdentity
 from replicator.v1 import peer_pb2
@@ -87,6 +88,9 @@ def test_the_buddy_is_killed_in_the_middle_and_comes_back_on_another_port(own_th
     before, done = buddy.port, sum(buddy.held(one) is not None for one in objects)
     assert done < len(objects)
     buddy.kill()
+    # Without them it would take its old port again.
+    for name in (RECORD, LAST):
+        (buddy.root / name).unlink(missing_ok=True)
     buddy.start()
     assert buddy.port != before
     outcomes = {event.replication.object.name: event.replication for event in rank.seen}
