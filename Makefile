@@ -16,8 +16,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 TEST_ARGS ?=
-# Tests wait for deadlines and processes more than they compute, so there may be more at a time than there are cores.
-TEST_PROCESSES ?= 3
+# Tests start processes of their own and wait for deadlines; more of them at a time only make each other late.
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 FAULTS_ARGS ?=
 

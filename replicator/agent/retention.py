@@ -156,6 +156,7 @@ class Retention:
                     version,
                     committed=manifest is not None,
                     is_protected=is_protected,
+                    was_protected=version in marked and not pressed,
                     complete_locally=manifest is not None and is_protected and self._is_complete(manifest),
                     recoverable=version == recoverable,
                     pinned=version == retrieved and version.epoch >= newest_epoch,

@@ -27,6 +27,7 @@ class RetentionView:
         recoverable: known to have a verified holder for every object right now (from a recent lookup).
         pinned: to be kept whatever its age, for instance while somebody reads or flushes it.
         resumable: a job can go on from it (F43); what is not known to be otherwise is.
+        was_protected: it was, and lacks a copy since, which is to be made again.
     """
 
     version: ContainerVersion
@@ -36,6 +37,7 @@ class RetentionView:
     recoverable: bool = False
     pinned: bool = False
     resumable: bool = True
+    was_protected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ def plan_retention(containers: Sequence[RetentionView], keep_last: int, keep_eve
     """What may be dropped now, oldest first within each job; the order of the input does not matter.
 
     Kept always: of a job, the newest committed, the newest protected and the newest recoverable container, and the same
-    of those that are resumable; its `keep_last` newest protected resumable ones; pinned ones; and everything that is
-    newer than the newest protected container which is complete on this node. So without such a container nothing
+    of those that are resumable; its `keep_last` newest protected resumable ones, those that were protected and lack a copy
+    since not counted but kept as well; pinned ones; and everything that is newer than the newest protected container
+    which is complete on this node. So without such a container nothing
     is dropped. A resumable container is superseded by a resumable one only (F43).
 
     Args:
@@ -76,7 +79,8 @@ def plan_retention(containers: Sequence[RetentionView], keep_last: int, keep_eve
 def _plan_job(oldest_first: list[RetentionView], keep_last: int, keep_every: int) -> list[Drop]:
     resumable = [view for view in oldest_first if view.resumable]
     protected = [view.version for view in resumable if _is_protected(view)]
-    kept = set(protected[-keep_last:]) | {view.version for view in oldest_first if view.pinned}
+    once = [view.version for view in resumable if view.committed and (view.is_protected or view.was_protected)]
+    kept = {*protected[-keep_last:], *once[-keep_last:], *(view.version for view in oldest_first if view.pinned)}
     if keep_every:
         kept.update(
             view.version

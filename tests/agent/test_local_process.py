@@ -247,7 +247,7 @@ def test_older_incarnation_can_neither_reserve_nor_seal(agent: AgentProcess) -> 
         reserved = older.reserve(epoch=1)
         request = write(agent.root, reserved["segment"], older.client_id, one_object(), b"data")
         opened = newer.do("call", method="OpenJob", request={"job": "job", "members": [member]})
-        assert opened == {"epoch": "2"}
+        assert opened["epoch"] == "2"
         joined = newer.do(
             "call", method="JoinJob", request={"job": "job", "epoch": 2, "members": [member], "replicas": 1}
         )

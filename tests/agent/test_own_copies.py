@@ -27,7 +27,11 @@ async def test_a_coordinator_that_forgot_is_told_although_a_copy_was_lacking_whe
 
     replicator: Any = SimpleNamespace(unacknowledged=lambda *_: list(lacking), ensure=lambda *_: None)
     jobs: Any = SimpleNamespace(epoch=lambda _: 1, buddies=lambda _: ("n1",), acting=lambda _, node_id: node_id)
-    store: Any = SimpleNamespace(is_protected=lambda _: False, versions=lambda _: [VERSION])
+    store: Any = SimpleNamespace(
+        is_protected=lambda _: False,
+        versions=lambda _: [VERSION],
+        objects=lambda _: {"a": SimpleNamespace(size=1, crc32c=2)},
+    )
     background = Background()
     copies = OwnCopies(
         AgentConfig(deadline_s=6.0),

@@ -28,6 +28,7 @@ def views(draw: st.DrawFn) -> RetentionView:
         draw(st.booleans()),
         committed and draw(st.booleans()),
         draw(st.integers(0, 5)) == 0,
+        was_protected=committed and draw(st.booleans()),
     )
 
 
@@ -51,6 +52,8 @@ def test_what_is_needed_is_never_dropped(items: list[RetentionView], keep_last: 
         assert newest(items, qualifies) not in dropped
     protected = sorted((view.version for view in items if view.is_protected), key=recency)
     assert not dropped & set(protected[-keep_last:])
+    once = sorted((view.version for view in items if view.is_protected or view.was_protected), key=recency)
+    assert not dropped & set(once[-keep_last:])
     assert not dropped & {view.version for view in items if view.pinned}
     safe = newest(items, lambda view: view.is_protected and view.complete_locally)
     for gone in dropped:
@@ -131,3 +134,12 @@ def test_jobs_do_not_supersede_each_other() -> None:
 def test_keep_last_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="keep_last: expected 1 or more, found 0"):
         plan_retention([], 0)
+
+
+def test_what_lacks_a_copy_since_it_was_protected_is_still_one_of_those_that_are_kept() -> None:
+    """F01: its bad copy is to be made again, not to be the reason for dropping the good ones."""
+    older = RetentionView(version(1), True, False, was_protected=True)
+    never = RetentionView(version(2), True, False)
+    newest_one = RetentionView(version(3), True, True)
+    assert [drop.version for drop in plan_retention([older, never, newest_one], 2)] == [never.version]
+    assert [drop.version for drop in plan_retention([older, never, newest_one], 1)] == [older.version, never.version]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -22,6 +24,7 @@ from deploy_files import (
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from replicator.client.local_agent import LocalAgent
+from replicator.config import parse_size
 
 
 def health(address: str) -> int:
@@ -65,7 +68,22 @@ def test_systemd(shm_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def pod(shm_root: Path) -> Launch:
+def large_mount(shm_root: Path) -> Iterator[None]:
+    """The store is on a tmpfs as large as the budget asks for, whatever this machine has; nothing of it is used."""
+    (container,) = manifest("DaemonSet")["spec"]["template"]["spec"]["containers"]
+    budget = next(one["value"] for one in container["env"] if one["name"] == "REPLICATOR_BUDGET_BYTES")
+    size = parse_size(budget)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(shm_root)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    yield
+    subprocess.run(["umount", "-l", str(shm_root)], check=True)
+
+
+@pytest.fixture
+def pod(shm_root: Path, large_mount: None) -> Launch:
     """The DaemonSet's container on a node "worker.example". Cluster DNS does not exist here; that must not matter."""
     launch = kubernetes_launch({"status.podIP": "127.0.73.3", "spec.nodeName": "worker.example"})
     return substituted(launch, {'"/replicator"': f'"{shm_root}"'})
