@@ -52,10 +52,10 @@ def plan_retention(containers: Sequence[RetentionView], keep_last: int, keep_eve
     """What may be dropped now, oldest first within each job; the order of the input does not matter.
 
     Kept always: of a job, the newest committed, the newest protected and the newest recoverable container, and the same
-    of those that are resumable; its `keep_last` newest protected resumable ones, those that were protected and lack a copy
-    since not counted but kept as well; pinned ones; and everything that is newer than the newest protected container
-    which is complete on this node. So without such a container nothing
-    is dropped. A resumable container is superseded by a resumable one only (F43).
+    of those that are resumable; its `keep_last` newest protected resumable ones, and beside them those that lack
+    a copy since; pinned ones; and everything that is newer than the newest protected container which is complete on
+    this node. So without such a container nothing is dropped. A resumable container is superseded by a resumable one
+    only (F43).
 
     Args:
         keep_every: protected containers whose step is a multiple of it are kept, too; 0: none.
