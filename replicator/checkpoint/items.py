@@ -146,7 +146,7 @@ def payload_range(
     start = item_offset + len(template.prefix)
     if _product(lengths) == 0:
         return PayloadRange(start, 0, 0)
-    strides = _strides(saved_shape)
+    strides = strides_of(saved_shape)
     first = sum(o * s for o, s in zip(storage_offsets, strides, strict=True))
     last = sum((o + n - 1) * s for o, n, s in zip(storage_offsets, lengths, strides, strict=True))
     return PayloadRange(start + first * element, (last - first + 1) * element, first)
@@ -161,7 +161,7 @@ def box_of(area: torch.Tensor, dtype: torch.dtype, saved_shape: Sequence[int], l
     """The box as a tensor over `area`, the uint8 bytes of its `PayloadRange`. No copy."""
     if _product(lengths) == 0:
         return torch.empty(tuple(lengths), dtype=dtype)
-    return area.view(dtype).as_strided(tuple(lengths), _strides(saved_shape))
+    return area.view(dtype).as_strided(tuple(lengths), strides_of(saved_shape))
 
 
 def archive_prefix(dtype: torch.dtype, saved_shape: Sequence[int]) -> bytes:
@@ -176,7 +176,7 @@ def _product(numbers: Sequence[int]) -> int:
     return result
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Of a contiguous tensor, in elements."""
     strides: list[int] = []
     stride = 1
@@ -189,4 +189,4 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _covered(saved_shape: Sequence[int], lengths: Sequence[int]) -> int:
     if _product(lengths) == 0:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(lengths, _strides(saved_shape), strict=True))
+    return 1 + sum((n - 1) * s for n, s in zip(lengths, strides_of(saved_shape), strict=True))

@@ -23,10 +23,12 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from replicator.checkpoint.items import Gathering, write_item
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
+from replicator.checkpoint.staging import Stager
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, template_of
 from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
 from replicator.client.segments import SegmentObject
@@ -67,12 +69,15 @@ class _Sealed:
     entries: tuple[ManifestEntry, ...]
 
 
-class ReplicatedStorageWriter(StorageWriter):
+class ReplicatedStorageWriter(StorageWriter, AsyncStager):
     """A storage writer for `dcp.save` and `dcp.async_save` (threads and processes).
 
     One writer serves many saves, one after another. It may be pickled: the other process attaches to the same
     agent in the same epoch. With `no_dist=True` a single rank is the whole checkpoint, so only one rank of a job
     may save a step that way.
+
+    For `dcp.async_save` it is also the stager: the training is blocked for one copy of the state, into host memory that
+    is kept for the next save. `close()` lets go of that memory.
 
     Args:
         session: from `replicator.init`; default: the session of this process, made by `replicator.init()` at the
@@ -93,6 +98,9 @@ class ReplicatedStorageWriter(StorageWriter):
         commit_future, protected_future: of the last save, on the coordinator; elsewhere None. After an
             `async_save` in another process these stay in that process.
     """
+
+    # What `stage` returns is complete.
+    _synchronize_after_execute = False
 
     def __init__(
         self,
@@ -116,6 +124,7 @@ class ReplicatedStorageWriter(StorageWriter):
         self._checkpoint_id = checkpoint_id
         self._save_id = str(uuid.uuid4())
         self._begun: ContainerVersion | None = None
+        self._stager = Stager()
         self.wait_for = wait_for
         self.thread_count = thread_count
         self.wait_deadline_s = wait_deadline_s
@@ -236,6 +245,19 @@ class ReplicatedStorageWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         return is_container(checkpoint_id)
 
+    # -- AsyncStager
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy on the CPU, which later training steps do not change (F02, F03)."""
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` returns when it is complete."""
+
+    def close(self) -> None:
+        """Let go of the memory that `stage` keeps. The writer may be used on."""
+        self._stager.clear()
+
     # -- its own
 
     @property
@@ -249,6 +271,7 @@ class ReplicatedStorageWriter(StorageWriter):
         state = self.__dict__.copy()
         state.update(replica_futures=[], commit_future=None, protected_future=None, _begun=None)
         state["_session"] = self._session or open_session()
+        state["_stager"] = Stager()
         return state
 
     def _container(self) -> CheckpointContainerId:

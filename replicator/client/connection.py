@@ -112,6 +112,8 @@ class Connection:
                 reply: ReplyT = function(request, timeout=deadline_s)
             except grpc.RpcError as error:
                 raise self._error(error, awaited or f"its answer to {method}", deadline_s) from None
+            except ValueError:
+                raise self._closed_error() from None
             self._on_reply(reply)
         return reply
 
@@ -144,7 +146,10 @@ class Connection:
             request_serializer=type(request).SerializeToString,
             response_deserializer=reply_type.FromString,
         )
-        replies: Any = function(request)
+        try:
+            replies: Any = function(request)
+        except ValueError:
+            raise self._closed_error() from None
         watch = _IdleWatch(idle_s, replies.cancel)
         try:
             for reply in replies:
@@ -164,6 +169,13 @@ class Connection:
         if self._events is not None:
             self._events.cancel()
         self._channel.close()
+
+    def _closed_error(self) -> AgentUnavailableError:
+        """Another thread closed this connection between its being taken and the call: gRPC says so by a ValueError.
+
+        A request that cannot be sent for any other reason is found when it is made.
+        """
+        return AgentUnavailableError(f"the connection to {self.whom} was closed, because it went away; try again")
 
     def _error(self, error: grpc.RpcError, awaited: str, deadline_s: float) -> ReplicatorError:
         if error.code() in _LOST:

@@ -73,7 +73,7 @@ def _skip_crc() -> Iterator[None]:
 def _drop_newest() -> Iterator[None]:
     """Retention drops the newest protected container instead of what is superseded."""
 
-    def wrong(views: list[RetentionView], keep_last: int) -> tuple[Drop, ...]:
+    def wrong(views: list[RetentionView], keep_last: int, keep_every: int = 0) -> tuple[Drop, ...]:
         protected = [view.version for view in views if view.is_protected and view.committed]
         return (Drop(max(protected, key=recency), "it is the newest"),) if protected else ()
 

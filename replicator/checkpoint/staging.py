@@ -1,0 +1,92 @@
+"""Staging for `dcp.async_save`: a copy of the state that training can go on from at once.
+
+PyTorch's own stager makes new memory for every save, and faulting it in takes as long as the copy. Here the memory of a
+save is used again by the next one, as soon as nobody has a tensor in it any more, and several threads share the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from replicator.checkpoint.items import strides_of
+from replicator.checkpoint.template import payload_view
+from replicator.native import copy_parts
+
+Parts = list[tuple[memoryview | None, memoryview]]
+
+# A storage that nothing but its owner here refers to.
+_FREE = 1
+
+
+class Stager:
+    """Copies state dicts to host memory. Not thread-safe.
+
+    Tensors on the CPU and on other devices become CPU tensors, `DTensor`s keep their placement; other values are copied
+    with `copy.deepcopy`. What was staged stays what it was until its last tensor is gone (F02, F03).
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[torch.UntypedStorage] = []
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of the state dict, complete when this returns.
+
+        Raises:
+            RuntimeError: there is no memory for it.
+        """
+        free: dict[int, list[torch.UntypedStorage]] = {}
+        for storage in self._kept:
+            # What was handed to another process may be read there, whoever refers to it here.
+            if _users(storage) == _FREE and not storage.is_shared():
+                free.setdefault(storage.nbytes(), []).append(storage)
+        # What this state does not need is let go; what an unfinished save has stays with that save.
+        self._kept = []
+        parts: Parts = []
+        staged = {key: self._copy(value, free, parts) for key, value in state_dict.items()}
+        if parts:
+            copy_parts(parts)
+        return staged
+
+    def clear(self) -> None:
+        """Keep no memory."""
+        self._kept = []
+
+    def _copy(self, value: Any, free: dict[int, list[torch.UntypedStorage]], parts: Parts) -> Any:
+        if isinstance(value, DTensor):
+            local = self._copy(value.to_local().detach(), free, parts)
+            return DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value.detach(), free, parts)
+        if type(value) is dict:
+            return {key: self._copy(item, free, parts) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(item, free, parts) for item in value)
+        return copy.deepcopy(value)
+
+    def _copy_tensor(self, tensor: torch.Tensor, free: dict[int, list[torch.UntypedStorage]], parts: Parts) -> Any:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+            return copy.deepcopy(tensor)
+        if not tensor.numel() or tensor.device.type == "meta":
+            return tensor.clone()
+        size = tensor.numel() * tensor.element_size()
+        spare = free.get(size)
+        storage = spare.pop() if spare else torch.empty(size, dtype=torch.uint8).untyped_storage()
+        self._kept.append(storage)
+        target = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides_of(tensor.shape))
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            parts.append((payload_view(target), payload_view(tensor)))
+        else:
+            target.copy_(tensor)
+        return target
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects refer to the memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
