@@ -174,7 +174,9 @@ def parse_step_name(text: str) -> int:
     """The step of `step-<N>_ckpt` or `step-<N>`; InvalidIdError for anything else."""
     match = _STEP.fullmatch(text)
     if match is None:
-        raise InvalidIdError(f"expected a step like 'step-100_ckpt' (no leading zeros), found {text[:80]!r}")
+        raise InvalidIdError(
+            f"expected a step like 'step-100_ckpt' (no leading zeros, at most {MAX_STEP}), found {text[:80]!r}"
+        )
     return validate_step(int(match.group(1)))
 
 

@@ -17,12 +17,12 @@ from replicator.agent.background import Background
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
-from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
+from replicator.agent.telling import tell_all
 from replicator.config import AgentConfig
-from replicator.errors import CommitError, InvalidIdError, ReplicatorError, StaleEpochError
+from replicator.errors import CommitError, InvalidIdError, StaleEpochError
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.store import Store
 from replicator.v1 import peer_pb2
@@ -165,22 +165,15 @@ class Abandonment:
             sender=sender_to_pb(Sender(self._address.identity, job, epoch)),
             containers=[version_to_pb(version) for version in containers],
         )
-
-        async def tell(node: NodeAddress) -> None:
-            async def once() -> None:
-                await self._peers.unary(
-                    self._peers.resolve(job, node.node_id),
-                    "PeerService/Abandon",
-                    request,
-                    peer_pb2.AbandonReply,
-                    awaited=f"giving up {len(containers)} saves of job {job} that failed",
-                )
-
-            try:
-                await repeat(once, self._config.deadline_s, final=(StaleEpochError, InvalidIdError))
-            except ReplicatorError as error:
-                log.warning(
-                    "a node was not told of a failed save", extra=fields(containers[0], peer=node.node_id, reason=error)
-                )
-
-        await asyncio.gather(*(tell(node) for node in nodes))
+        await tell_all(
+            self._peers,
+            nodes,
+            "PeerService/Abandon",
+            request,
+            peer_pb2.AbandonReply,
+            about=containers[0],
+            awaited=f"giving up {len(containers)} saves of job {job} that failed",
+            deadline_s=self._config.deadline_s,
+            final=(StaleEpochError, InvalidIdError),
+            unheard="a node was not told of a failed save",
+        )

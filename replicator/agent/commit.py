@@ -25,11 +25,11 @@ from replicator.agent.logs import fields
 from replicator.agent.manifest_sender import FINAL, ManifestSender
 from replicator.agent.manifests import Manifests, fetch_manifest
 from replicator.agent.own_copies import MAX_PAUSE_DEADLINES, OwnCopies
-from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
 from replicator.agent.skipping import Skipping
+from replicator.agent.telling import tell_all
 from replicator.agent.threads import run_to_end
 from replicator.config import AgentConfig
 from replicator.decide.backpressure import plan_skips
@@ -79,6 +79,7 @@ class _Open:
     acknowledged: dict[str, set[str]] = field(default_factory=dict)  # owner -> names of its objects
     distribution: asyncio.Task[None] | None = None
     progressed_at: float = 0.0
+    stalled: bool = False  # nothing of it got any further for long
 
     def missing_owners(self) -> list[str]:
         """Owners who have not reported all their objects."""
@@ -339,7 +340,7 @@ class Committer:
 
     def _skip_between(self, newest: _Open) -> None:
         """What waits between the container whose copies are being made and the newest one is skipped."""
-        waiting = {version: entry.manifest.resumable for version, entry in self._open.items()}
+        waiting = {version: entry.manifest.resumable for version, entry in self._open.items() if not entry.stalled}
         for skip in plan_skips(waiting, newest.manifest.version, newest.manifest.resumable):
             entry = self._open.pop(skip.version)
             for what in ("distribute", "watch"):
@@ -354,12 +355,14 @@ class Committer:
         entry = self._open.get(version)
         if entry is not None:
             entry.progressed_at = asyncio.get_running_loop().time()
+            if entry.stalled:
+                self._watch(entry)
 
     def _watch(self, entry: _Open) -> None:
         """Those who wait for its protection hear when it does not get any further. It may still be protected later."""
         limit_s = UNPROTECTED_DEADLINES * self._config.deadline_s
         loop = asyncio.get_running_loop()
-        entry.progressed_at = loop.time()
+        entry.progressed_at, entry.stalled = loop.time(), False
 
         async def watch() -> None:
             while True:
@@ -367,6 +370,7 @@ class Committer:
                 if left <= 0:
                     break
                 await asyncio.sleep(left)
+            entry.stalled = True
             self._fail(entry, self._why_not_protected(entry, limit_s))
             entry.reports = []
 
@@ -413,28 +417,20 @@ class Committer:
             container=version_to_pb(version),
             passed_on=manifest is None or manifest.coordinator_node_id != self._address.node_id,
         )
-
-        async def tell(node: NodeAddress) -> None:
-            async def once() -> None:
-                await self._peers.unary(
-                    self._peers.resolve(version.container.job, node.node_id),
-                    "PeerService/MarkProtected",
-                    request,
-                    peer_pb2.MarkProtectedReply,
-                    awaited=f"taking note that {version} is protected",
-                )
-
-            try:
-                await repeat(once, self._config.deadline_s, final=(StaleEpochError, CommitError))
-                reach("protect.spread")
-            except ReplicatorError as error:
-                log.warning(
-                    "a node was not told that a container is protected",
-                    extra=fields(version, peer=node.node_id, reason=error),
-                )
-
         await self._superseded(version)
-        await asyncio.gather(*(tell(node) for node in self._others(version.container.job)))
+        await tell_all(
+            self._peers,
+            self._others(version.container.job),
+            "PeerService/MarkProtected",
+            request,
+            peer_pb2.MarkProtectedReply,
+            about=version,
+            awaited=f"taking note that {version} is protected",
+            deadline_s=self._config.deadline_s,
+            final=(StaleEpochError, CommitError),
+            unheard="a node was not told that a container is protected",
+            on_told=lambda: reach("protect.spread"),
+        )
 
     # -- every member
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from replicator.store import Store
 from replicator.store.paths import StorePaths
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 MAX_PARTS = 64
@@ -141,4 +144,7 @@ def verify(paths: StorePaths, parts: Sequence[Part]) -> list[Bad]:
             continue
         except CorruptObjectError as error:
             bad.append((one, error))
+        except OSError as error:
+            # Too many open files, or no memory for the mapping: that says nothing of the object.
+            log.warning("an object could not be read to be verified", extra={"object": str(one), "reason": error})
     return bad

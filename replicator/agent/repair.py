@@ -84,7 +84,12 @@ class Repairer:
                 if damage.due <= now:
                     by_step.setdefault(damage.info.object.version.container, []).append(damage)
             for container, damages in by_step.items():
-                await self._repair(container, damages)
+                try:
+                    await self._repair(container, damages)
+                except Exception:
+                    log.exception("bad copies could not be replaced, and will be tried again")
+                    for damage in damages:
+                        damage.due = max(damage.due, self._now() + self._deadline_s)
 
     async def _repair(self, container: CheckpointContainerId, damages: Iterable[_Damage]) -> None:
         """One round of questions for all that is damaged of one step, then a pull for each."""
@@ -106,16 +111,21 @@ class Repairer:
             else:
                 self._counters.add("objects_repaired")
                 log.info("an object was brought again, in place of a bad copy", extra=fields(one))
-                self._damaged.pop(one, None)
+                self._forget(damage)
                 continue
             damage.attempts += 1
             if damage.attempts >= MAX_ATTEMPTS:
                 self._counters.add("repairs_failed")
                 log.warning("a bad copy could not be replaced", extra=fields(one, reason=reason))
-                self._damaged.pop(one, None)
+                self._forget(damage)
                 continue
             log.info("a bad copy is not replaced yet", extra=fields(one, reason=reason))
             damage.due = self._now() + self._deadline_s * min(2 ** (damage.attempts - 1), MAX_PAUSE_DEADLINES)
+
+    def _forget(self, damage: _Damage) -> None:
+        """Unless the copy that came was put in quarantine meanwhile, too."""
+        if self._damaged.get(damage.info.object) is damage:
+            del self._damaged[damage.info.object]
 
     def _is_wanted(self, info: ObjectInfo) -> bool:
         """Whether the object is still lacking, and its container still to be kept; else it is forgotten."""

@@ -110,8 +110,12 @@ class Scrubber:
         try:
             while True:
                 await asyncio.sleep(self._until_next_pass())
-                if await self._pass():
-                    continue
+                try:
+                    if await self._pass():
+                        continue
+                except Exception:
+                    log.exception("objects could not be verified, and will be again")
+                    await asyncio.sleep(self._config.deadline_s)
                 await asyncio.sleep(LOOK_S)
         finally:
             self._save()

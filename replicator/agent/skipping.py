@@ -16,10 +16,10 @@ from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
 from replicator.agent.manifests import Manifests
-from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
+from replicator.agent.telling import tell_all
 from replicator.config import AgentConfig
 from replicator.decide.backpressure import Skip
 from replicator.decide.types import recency
@@ -27,7 +27,6 @@ from replicator.errors import (
     CommitError,
     InvalidIdError,
     NotFoundError,
-    ReplicatorError,
     SaveSkippedError,
     StaleEpochError,
 )
@@ -157,23 +156,16 @@ class Skipping:
             containers=[version_to_pb(version)],
             superseded_by=version_to_pb(newest),
         )
-
-        async def tell(node: NodeAddress) -> None:
-            async def once() -> None:
-                await self._peers.unary(
-                    self._peers.resolve(version.container.job, node.node_id),
-                    "PeerService/Skip",
-                    request,
-                    peer_pb2.SkipReply,
-                    awaited=f"giving up {version}, which was skipped",
-                )
-
-            try:
-                await repeat(once, self._deadline_s, final=(StaleEpochError, CommitError, InvalidIdError))
-            except ReplicatorError as reason:
-                log.warning(
-                    "a node was not told of a skipped save", extra=fields(version, peer=node.node_id, reason=reason)
-                )
-
         await self._drop(version, error)
-        await asyncio.gather(*(tell(node) for node in members))
+        await tell_all(
+            self._peers,
+            members,
+            "PeerService/Skip",
+            request,
+            peer_pb2.SkipReply,
+            about=version,
+            awaited=f"giving up {version}, which was skipped",
+            deadline_s=self._deadline_s,
+            final=(StaleEpochError, CommitError, InvalidIdError),
+            unheard="a node was not told of a skipped save",
+        )

@@ -26,8 +26,9 @@ _FREE = 1
 class Stager:
     """Copies state dicts to host memory. Not thread-safe.
 
-    Tensors on the CPU and on other devices become CPU tensors, `DTensor`s keep their placement; other values are copied
-    with `copy.deepcopy`. What was staged stays what it was until its last tensor is gone (F02, F03).
+    Tensors on the CPU and on other devices become CPU tensors, `DTensor`s keep their placement. Mappings, lists and
+    tuples are gone through, other values are copied with `copy.deepcopy`. What was staged stays what it was until its
+    last tensor is gone (F02, F03).
     """
 
     def __init__(self) -> None:
@@ -64,15 +65,18 @@ class Stager:
             )
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value.detach(), free, parts)
-        if type(value) is dict:
+        if isinstance(value, Mapping):
+            # Modules give their state as an OrderedDict; what is in it counts, not what it is.
             return {key: self._copy(item, free, parts) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._copy(item, free, parts) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make(self._copy(item, free, parts) for item in value)
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor, free: dict[int, list[torch.UntypedStorage]], parts: Parts) -> Any:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-            return copy.deepcopy(tensor)
+            return copy.deepcopy(tensor.cpu())
         if not tensor.numel() or tensor.device.type == "meta":
             return tensor.clone()
         size = tensor.numel() * tensor.element_size()

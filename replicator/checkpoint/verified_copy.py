@@ -80,7 +80,7 @@ def copy_verified(
         _add_block(block, block.index * block_size, touching, parts, again)
     crcs, tail = copy_parts(parts, block_size=block_size, threads=threads, populate=populate)
     for target, source in again:
-        target[:] = source
+        target[:] = source  # which was filled with what was checksummed
     found = [*crcs, tail]
     return [block.index for (block, _), crc in zip(wanted, found, strict=False) if crc != block.crc32c]
 
@@ -90,23 +90,28 @@ def _add_block(
 ) -> None:
     """The parts that copy what the extents want of this block (from object offset `start` on), all of it checksummed.
 
-    What was wanted before by another extent goes into `again`, as (target, source).
+    What was wanted before by other extents goes into `again`, as (target, what of theirs has the same bytes).
     """
     size = len(block.view)
     done = 0
+    filled: list[tuple[int, memoryview]] = []
     for extent in extents:
         begin = max(extent.offset - start, 0)
         end = min(extent.end - start, size)
         target = extent.target[start + begin - extent.offset : start + end - extent.offset]
         if begin < done:
             overlap = min(end, done)
-            again.append((target[: overlap - begin], block.view[begin:overlap]))
+            for at, area in filled:
+                first, last = max(at, begin), min(at + len(area), overlap)
+                if first < last:
+                    again.append((target[first - begin : last - begin], area[first - at : last - at]))
             target, begin = target[overlap - begin :], overlap
         if begin > done:
             parts.append((None, block.view[done:begin]))
             done = begin
         if end > begin:
             parts.append((target, block.view[begin:end]))
+            filled.append((begin, target))
             done = end
     if done < size:
         parts.append((None, block.view[done:]))

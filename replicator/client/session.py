@@ -154,9 +154,11 @@ class Session:
         """
         self.agent.check()
         with self._lock:
-            if any(saved_by() not in (None, saver) for saved_by in self._unfinished.values()):
-                # The error of a save that failed refers to what saved, in a circle: gone, and not yet collected.
-                gc.collect()
+            others = any(saved_by() not in (None, saver) for saved_by in self._unfinished.values())
+        if others:
+            # The error of a save that failed refers to what saved, in a circle: gone, and not yet collected.
+            gc.collect()
+        with self._lock:
             failed = [of for of, saved_by in self._unfinished.items() if saved_by() is None or saved_by() is saver]
             version = self._begin(container, failed)
             self._generation = version.generation

@@ -33,6 +33,7 @@ def plan_skips(
 
     Args:
         waiting: committed or about to be, and not protected, and whether each is resumable; `newest` may be among them.
+            Without those whose copies have not got any further for long: nothing would ever be protected after them.
     """
     older = sorted(
         (

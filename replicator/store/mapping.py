@@ -68,9 +68,11 @@ def map_file(fd: int, length: int, writable: bool) -> memoryview:
         raise OSError(number, os.strerror(number))
     _libc.madvise(address, length, mmap.MADV_DONTFORK)
     memory = (ctypes.c_char * length).from_address(address)
-    weakref.finalize(memory, _end, os.getpid(), address, length, fd).atexit = False
     view = memoryview(memory).cast("B")
-    return view if writable else view.toreadonly()
+    view = view if writable else view.toreadonly()
+    # Last: from here on the descriptor is not the caller's any more.
+    weakref.finalize(memory, _end, os.getpid(), address, length, fd).atexit = False
+    return view
 
 
 def advise(address: int, length: int, advice: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_harness import wait_until
@@ -169,6 +171,32 @@ async def test_a_pass_finds_the_one_bad_block_and_leaves_the_rest(store: Store) 
     counts = counters.snapshot()
     assert (counts["scrub_bad"], counts["objects_scrubbed"], counts["objects_quarantined"]) == (1, objects, 1)
     assert counts["bytes_scrubbed"] == 2 * (100 + 40 * BLOCK + 1 + BLOCK)
+
+
+async def test_a_failure_to_read_is_not_the_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the scrubber, nor does it say anything of the object: as when there are no descriptors left."""
+    counters = Counters()
+    scrubber, landing = _scrubber(store, counters, [False], deadline_s=0.1)
+    failures = iter([OSError(errno.EMFILE, "too many open files"), ValueError("unheard of")])
+    once = landing.check_many
+
+    async def check_many(verify: Callable[[], Any]) -> Any:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        return await once(verify)
+
+    def no_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "open_object", no_descriptors)
+        assert verify(store.paths, Pieces(store).next()) == []
+    monkeypatch.setattr(landing, "check_many", check_many)
+    await _until_pass(scrubber)
+    assert next(failures, None) is None
+    assert counters.get("objects_scrubbed") == store.usage().sealed_objects
+    assert counters.get("objects_quarantined") == 0
 
 
 @pytest.mark.usefixtures("small_pieces")

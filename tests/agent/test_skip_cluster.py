@@ -50,6 +50,23 @@ def test_what_is_between_is_skipped_everywhere(shm_root: Path) -> None:
             assert job.newest_protected_step == 5
 
 
+def test_one_that_gets_no_further_does_not_have_all_others_skipped(shm_root: Path) -> None:
+    """The owner's only copy turned bad before it was copied, so step 1 will never be protected; later steps are."""
+    with cluster(shm_root, 2, *SLOWLY, "--deadline-s", "0.5") as made:
+        made.join()
+        rank = made.ranks[0]
+        stuck = made.save(1, os.urandom(4 * MIB), ranks=made.ranks[:1])
+        with made.nodes[0].paths.object(stuck.version.object("shard-0")).open("r+b") as file:
+            file.seek(4 * MIB - 5)
+            file.write(b"not that")
+        rank.commit(stuck)
+        rank.wait(lambda event: event.commit.error_kind == "ReplicationError", "step 1 gets no further")
+        saved = [_commit(made, step).version for step in range(2, 6)]
+        assert rank.protected(saved[0]).is_protected
+        assert rank.protected(saved[3]).is_protected
+        assert [rank.committed(one).error_kind for one in saved[1:3]] == ["SaveSkippedError"] * 2
+
+
 def test_a_skipped_one_does_not_come_back(shm_root: Path) -> None:
     """F48: its coordinator's trainer asks again, and its manifest arrives late."""
     with cluster(shm_root, 2, *SLOWLY) as made:

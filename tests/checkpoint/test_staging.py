@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,6 +64,23 @@ def test_it_is_a_copy_of_everything_that_training_cannot_change() -> None:
     source["optimizer"]["state"].append("more")
     assert_same(expected, staged)
     assert not any(value.requires_grad for value in staged.values() if isinstance(value, torch.Tensor))
+
+
+def test_a_module_and_its_optimizer_are_staged_into_kept_memory() -> None:
+    """Their state is an OrderedDict, also of tensors that are no leaves, and in named tuples."""
+
+    class Moments(NamedTuple):
+        first: torch.Tensor
+        second: torch.Tensor
+
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    inner = OrderedDict(product=module[0].weight * 2, moments=Moments(torch.ones(9), torch.zeros(9)))
+    stager = Stager()
+    staged = stager.stage({"model": module.state_dict(), "inner": inner})
+    assert_same(dict(module.state_dict()), staged["model"])
+    assert torch.equal(staged["inner"]["product"], inner["product"])
+    assert isinstance(staged["inner"]["moments"], Moments)
+    assert len(stager._kept) == len(module.state_dict()) + 3
 
 
 def test_memory_serves_again_only_when_nobody_has_a_tensor_in_it() -> None:
