@@ -3,6 +3,7 @@
 #
 #   make venv    the virtual environment .venv: PyTorch first, then Replicator, editable
 #   make demo    three nodes, one is lost, the job goes on; options: make demo DEMO_ARGS="--seed 7"
+#   make examples  each framework's example: two nodes, one is lost; options: make examples EXAMPLES_ARGS="--only NAME"
 #   make test    lint, then all tests; options: make test TEST_ARGS="tests/store -x"
 #   make simulate  real agents on a simulated network; options: SEEDS=2000, or SEED=123 and its trace, BREAK=skip-crc
 #   make bench   limits, Replicator and its peers, measured; options: make bench BENCH_ARGS="--quick --json out.json"
@@ -15,6 +16,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
+EXAMPLES_ARGS ?=
 TEST_ARGS ?=
 # Tests start processes of their own and wait for deadlines; more of them at a time only make each other late.
 TEST_PROCESSES ?= 2
@@ -25,16 +27,16 @@ BIN := $(VENV)/bin
 SEEDS ?= 200
 SEED ?=
 BREAK ?=
-CHECKED := replicator tests benchmarks
+CHECKED := replicator tests benchmarks examples
 # What an installed environment depends on; Python sources are not among them: the install is editable.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test simulate bench faults lint format clean
+.PHONY: help venv demo examples test simulate bench faults lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,12s/^# *//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '4,13s/^# *//p' $(firstword $(MAKEFILE_LIST))
 
 venv: $(VENV)/.installed
 
@@ -57,6 +59,9 @@ $(VENV)/.installed: $(VENV)/.torch $(BUILD_INPUTS)
 
 demo: venv
 	$(BIN)/replicator-admin demo $(DEMO_ARGS)
+
+examples: venv
+	$(BIN)/python -m examples $(EXAMPLES_ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(CHECKED)
@@ -82,4 +87,4 @@ format: venv
 
 clean:
 	rm -rf $(VENV) build dist benchmarks/.cache replicator/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find replicator tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find replicator tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

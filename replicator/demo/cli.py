@@ -1,29 +1,18 @@
-"""`replicator-admin demo`: the options, and what surrounds a play of it: memory, signals, exit status."""
+"""`replicator-admin demo`: the options, and the exit status."""
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib.util
-import os
-import shutil
-import signal
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
-from replicator.admin.partial_dir import Terminated
 from replicator.demo.options import DemoOptions
 from replicator.demo.report import Report, Result
-from replicator.errors import ConfigError, ReplicatorError, StoreRootError
+from replicator.errors import ConfigError, ReplicatorError
+from replicator.local_cluster.workspace import held_signals, raised_signals, workspace
 
-SHM = Path("/dev/shm")
 PREFIX = "replicator-demo-"
 _NEEDED_BYTES = 768 << 20
-_LOCK = "driver.lock"
-_KEPT = "kept"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """
     options = _options(args)
     report = Report()
-    with _raised_signals(), _workspace(options.keep) as work:
+    with raised_signals(), workspace(PREFIX, _NEEDED_BYTES, keep=options.keep) as work:
         result = _play(options, work, report)
     if args.json:
         report.json(result)
@@ -92,71 +81,9 @@ def _play(options: DemoOptions, work: Path, report: Report) -> Result:
         report.logs(scenario.logs)
         raise
     finally:
-        with _held_signals():
+        with held_signals():
             scenario.close()
     if options.keep:
         result.kept = str(work)
         report.say("demo", f"kept in {work}")
     return result
-
-
-@contextmanager
-def _workspace(keep: bool) -> Iterator[Path]:
-    """A new directory on the machine's shared memory, removed at the end. Leftovers of killed demos go first."""
-    if not SHM.is_dir() or not os.access(SHM, os.W_OK):
-        raise StoreRootError(f"the demo needs a writable tmpfs at {SHM}; mount one: mount -t tmpfs tmpfs {SHM}")
-    for old in SHM.glob(PREFIX + "*"):
-        _remove_abandoned(old)
-    free = shutil.disk_usage(SHM).free
-    if free < _NEEDED_BYTES:
-        raise StoreRootError(
-            f"the demo needs {_NEEDED_BYTES >> 20} MiB in {SHM}, found {free >> 20} MiB free; enlarge it "
-            f"(mount -o remount,size=2G {SHM}; in a container: docker run --shm-size=2g)"
-        )
-    work = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM))
-    with open(work / _LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield work
-        finally:
-            if keep:
-                (work / _KEPT).touch()
-            else:
-                shutil.rmtree(work, ignore_errors=True)
-
-
-def _remove_abandoned(work: Path) -> None:
-    """Remove the directory of a demo whose driver is gone, unless it was to be kept."""
-    try:
-        with open(work / _LOCK, "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not (work / _KEPT).exists():
-                shutil.rmtree(work, ignore_errors=True)
-    except OSError:
-        return
-
-
-@contextmanager
-def _raised_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo as Ctrl-C does, so that nothing is left behind."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _held_signals() -> Iterator[None]:
-    """A second Ctrl-C waits until the processes of this demo have been ended."""
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

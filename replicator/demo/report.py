@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replicator.admin.views import SCHEMA_VERSION
-from replicator.demo.processes import tail
+from replicator.local_cluster.processes import tail
 
 _PIPE_WIDTH = 120
 _STYLES = {"good": "green", "bad": "bold red", "loud": "bold yellow", "plain": ""}

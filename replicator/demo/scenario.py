@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from replicator.admin.connection import AdminClient, resolve_target
 from replicator.client.launch import find_agent
-from replicator.demo.cluster import JOB, Cluster, DemoError, Node
 from replicator.demo.events import Event, Inbox
 from replicator.demo.facts import Facts, differing_losses, mean_loss, pulled
 from replicator.demo.options import DemoOptions
-from replicator.demo.processes import kill_now
 from replicator.demo.report import Report, Result
 from replicator.errors import DeadlineExceededError
-from replicator.v1 import admin_pb2, types_pb2
+from replicator.local_cluster.cluster import Cluster, Launch, Node, ProcessEndedError, environment, torchrun
+from replicator.local_cluster.processes import kill_now, start
 
+JOB = "demo"
+_LAUNCH = Launch(run_id=JOB, max_restarts=3)
+_TRAIN = "replicator.demo.train"
 _WAKE_S = 0.2
-_ASK_S = 15.0
 
 
 class Scenario:
@@ -60,7 +60,7 @@ class Scenario:
         """All of it; the result's `problems` say what was not as it should be.
 
         Raises:
-            DemoError: a process ended that should not have. DeadlineExceededError: something did not come.
+            ProcessEndedError: a process ended that should not have. DeadlineExceededError: something did not come.
         """
         self._start()
         lost = self._lose()
@@ -84,8 +84,11 @@ class Scenario:
             where = f"grpc {node.record.grpc_address}, bulk {node.record.bulk_address or 'none'}"
             self._report.say(node.name, f"agent {node.record.pid} ready, {where}, memory in {node.root}")
         for node in nodes:
-            self._cluster.start_ranks(node, self._arguments("job"))
+            self._start_ranks(node)
         self._report.say("job", f"torchrun started on {len(nodes)} nodes, one rank each")
+
+    def _start_ranks(self, node: Node) -> None:
+        self._cluster.start_ranks(node, _TRAIN, ["--on", node.name, *self._arguments("job")], _LAUNCH)
 
     def _arguments(self, run: str) -> list[str]:
         options = self._options
@@ -122,7 +125,7 @@ class Scenario:
             f"{node.root} deleted",
             "loud",
         )
-        result.newest_recoverable_step = self._ask_recoverable(survivors[0])
+        result.newest_recoverable_step = self._newest_recoverable(survivors[0])
         result.last_committed_step = facts.newest_committed
         result.last_protected_step = facts.newest_protected
         self._report.say(
@@ -132,13 +135,10 @@ class Scenario:
         )
         return node
 
-    def _ask_recoverable(self, node: Node) -> int | None:
+    def _newest_recoverable(self, node: Node) -> int | None:
         """What `replicator-admin recover --dry-run` would say, asked of one node."""
-        assert node.record is not None
-        with AdminClient(resolve_target(node.record.grpc_address, None), _ASK_S) as client:
-            request = admin_pb2.RecoverRequest(job=JOB, deadline_ms=client.agents_deadline_ms)
-            plan = client.call("Recover", request, types_pb2.Plan, "the recovery plan")
-        return int(plan.container.step) if plan.found else None
+        plan = self._cluster.recovery_plan(node, JOB)
+        return plan.step if plan.found else None
 
     def _recover(self, lost: Node) -> None:
         replacement = self._cluster.add_node()
@@ -148,13 +148,15 @@ class Scenario:
         self._report.say(
             replacement.name, f"agent {replacement.record.pid} ready in place of {lost.name}, nothing in its memory"
         )
-        self._cluster.start_ranks(replacement, self._arguments("job"))
+        self._start_ranks(replacement)
         everybody = self._options.nodes
         facts = self._facts
         self._wait("the recovery of every rank", lambda: bool(facts.first_recovery(everybody) or facts.finished))
         recovery = facts.first_recovery(everybody)
         if not recovery:
-            raise DemoError(f"the job began anew, although step {self._result.newest_recoverable_step} was recoverable")
+            raise ProcessEndedError(
+                f"the job began anew, although step {self._result.newest_recoverable_step} was recoverable"
+            )
         result = self._result
         steps = {event.fields["step"] for event in recovery}
         if len(steps) > 1:
@@ -183,12 +185,16 @@ class Scenario:
         """The same job without loss and without Replicator."""
         self._report.say("reference", "the same job once more, uninterrupted and without Replicator")
         job, self._facts = self._facts, Facts()
-        process = self._cluster.run_reference(self._arguments("reference"))
+        command = [
+            *torchrun("--standalone", "--nproc-per-node", str(self._options.nodes)),
+            *("-m", _TRAIN, "--on", "reference", "--plain", *self._arguments("reference")),
+        ]
+        process = start(command, self._work / "logs" / "reference.log", environment(), self._work)
         try:
 
             def over() -> bool:
                 if process.poll() not in (None, 0):
-                    raise DemoError(f"the reference ended with status {process.returncode}")
+                    raise ProcessEndedError(f"the reference ended with status {process.returncode}")
                 return len(self._facts.finished) == self._options.nodes and process.poll() == 0
 
             self._wait("the end of the reference", over)
@@ -238,7 +244,7 @@ class Scenario:
         """Take reports until it is so.
 
         Raises:
-            DemoError: a process failed. DeadlineExceededError: the demo's time is over.
+            ProcessEndedError: a process failed. DeadlineExceededError: the demo's time is over.
         """
         while not until():
             self._cluster.check()

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from replicator.demo.processes import die_with_parent
+from replicator.local_cluster.processes import die_with_parent
 
 
 def main() -> int:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from replicator.demo.cli import PREFIX, SHM, add_arguments
+from replicator.demo.cli import PREFIX, add_arguments
 from replicator.demo.events import Event, Inbox, Reporter
 from replicator.demo.facts import Facts, differing_losses, pulled
 from replicator.demo.options import DemoOptions
-from replicator.demo.processes import descendants, die_with_parent, kill_now
 from replicator.errors import ConfigError
+from replicator.local_cluster.processes import descendants, die_with_parent, kill_now
+from replicator.local_cluster.workspace import SHM, workspace
 
 DEMO = [sys.executable, "-m", "replicator.admin", "demo"]
 
@@ -97,9 +98,7 @@ def test_nothing_is_left_when_it_is_stopped(number: signal.Signals) -> None:
 
 
 def test_what_a_killed_demo_left_is_removed_by_the_next() -> None:
-    from replicator.demo.cli import _workspace
-
-    with _workspace(keep=False) as other:
+    with workspace(PREFIX, 1, keep=False) as other:
         left = SHM / f"{PREFIX}left"
         left.mkdir(exist_ok=True)
         (left / "driver.lock").touch()
@@ -108,13 +107,13 @@ def test_what_a_killed_demo_left_is_removed_by_the_next() -> None:
         (kept / "driver.lock").touch()
         (kept / "kept").touch()
         try:
-            with _workspace(keep=False):
+            with workspace(PREFIX, 1, keep=False):
                 assert not left.exists()
                 assert kept.exists(), "asked to be kept"
                 assert other.exists(), "in use"
         finally:
             (kept / "kept").unlink()
-    with _workspace(keep=False):
+    with workspace(PREFIX, 1, keep=False):
         assert not kept.exists()
 
 

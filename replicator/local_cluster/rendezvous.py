@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
-from replicator.demo.processes import die_with_parent
+from replicator.local_cluster.processes import die_with_parent
 
 
 def main() -> int:

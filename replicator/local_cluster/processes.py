@@ -1,4 +1,4 @@
-"""Child processes of the demo: started so that they cannot outlive it, and killed by their ids."""
+"""Child processes: started so that they cannot outlive who started them, and killed by their ids."""
 
 from __future__ import annotations
 

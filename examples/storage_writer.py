@@ -1,0 +1,63 @@
+"""torch.distributed.checkpoint with Replicator's storage writer and reader, in a training loop of one's own.
+
+torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.storage_writer
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import replicator
+from examples import report
+from replicator.checkpoint import ReplicatedStorageReader, ReplicatedStorageWriter
+
+PROTECTED_S = 60.0
+
+
+def main() -> None:
+    options = report.options(__doc__)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def state() -> dict[str, object]:
+        parameters, moments = get_state_dict(model, optimizer)
+        return {"model": parameters, "optimizer": moments, "step": step}
+
+    session = replicator.init()
+    writer = ReplicatedStorageWriter(session)
+    step = 0
+    plan = session.lookup()  # the same on all ranks
+    if plan.found:
+        loaded = state()
+        dcp.load(loaded, storage_reader=ReplicatedStorageReader(session, plan=plan))
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        step = loaded["step"]
+        report.recovered(step, state())
+
+    while step < options.steps:
+        step += 1
+        inputs = torch.randn(32, 256, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+        (model(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % options.save_every == 0:
+            dcp.save(state(), checkpoint_id=f"step-{step}", storage_writer=writer)
+
+    if dist.get_rank() == 0 and writer.protected_future:
+        writer.protected_future.result(PROTECTED_S)
+    report.saved(step, state())
+    dist.barrier()
+    session.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
