@@ -225,6 +225,7 @@ def build_core(
             committer.node_is_back(new.node.node_id)
 
     health.on_change.append(on_health)
+    lookup.is_dead = lambda node_id: health.state(node_id) is NodeState.DEAD
     scrubber = Scrubber(config, store, landing, counters, lambda: bool(puller.running or replicator.on_their_way))
     healer = Healer(
         config,
