@@ -13,10 +13,10 @@ import sys
 from dataclasses import asdict
 
 from examples._play import Play, Played, names
-from replicator.admin.partial_dir import Terminated
 from replicator.errors import ReplicatorError
 from replicator.local_cluster.processes import tail
 from replicator.local_cluster.workspace import held_signals, raised_signals, workspace
+from replicator.partial_dir import Terminated
 
 SCHEMA_VERSION = 1
 PREFIX = "replicator-examples-"

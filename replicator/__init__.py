@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replicator.checkpoint.directory import DirectoryCommit, commit_dir
+    from replicator.checkpoint.layout import RestoredDirectory, restore_dir
     from replicator.client.plan import Plan
     from replicator.client.session import Session, init
     from replicator.errors import ReplicatorError
@@ -18,23 +20,31 @@ __all__ = [
     "CheckpointContainerId",
     "CheckpointObjectId",
     "ContainerVersion",
+    "DirectoryCommit",
     "ObjectVersion",
     "Plan",
     "ReplicatorError",
+    "RestoredDirectory",
     "Session",
     "__version__",
+    "commit_dir",
     "init",
+    "restore_dir",
 ]
 
 _HOMES = {
     "CheckpointContainerId": "replicator.ids",
     "CheckpointObjectId": "replicator.ids",
     "ContainerVersion": "replicator.ids",
+    "DirectoryCommit": "replicator.checkpoint.directory",
     "ObjectVersion": "replicator.ids",
     "Plan": "replicator.client.plan",
     "ReplicatorError": "replicator.errors",
+    "RestoredDirectory": "replicator.checkpoint.layout",
     "Session": "replicator.client.session",
+    "commit_dir": "replicator.checkpoint.directory",
     "init": "replicator.client.session",
+    "restore_dir": "replicator.checkpoint.layout",
 }
 
 

@@ -56,6 +56,13 @@ class PeerUnavailableError(ReplicatorError, ConnectionError):
     exit_code = 4
 
 
+class DirectoryError(ReplicatorError):
+    """A directory that cannot be committed as a checkpoint: no directory, a file in it that cannot be read, is none,
+    changed meanwhile, or is another one on another rank. The message names it."""
+
+    exit_code = 2
+
+
 class StoreError(ReplicatorError):
     """The node-local store cannot do what was asked."""
 

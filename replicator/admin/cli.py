@@ -25,9 +25,9 @@ from replicator.admin.commands import (
     version,
 )
 from replicator.admin.options import Parser, add_global_options
-from replicator.admin.partial_dir import Terminated
 from replicator.admin.printers import OutputError, Printer
 from replicator.errors import ReplicatorError
+from replicator.partial_dir import Terminated
 
 COMMANDS = {
     module.NAME: module

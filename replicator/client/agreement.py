@@ -46,6 +46,13 @@ class Ranks(Protocol):
         """
         ...
 
+    def apart(self, purpose: str) -> Ranks:
+        """The same ranks for one purpose alone: its calls have an order of their own, from whichever thread.
+
+        All ranks must use the same purposes, and ask once for each.
+        """
+        ...
+
     def post(self, key: str, value: bytes) -> None:
         """Leave a value for the other ranks; it replaces an older one of this key."""
         ...
@@ -69,6 +76,9 @@ class SingleRank:
         deadline_s: float,
     ) -> bytes:
         return decide([local()])
+
+    def apart(self, purpose: str) -> SingleRank:
+        return self
 
     def post(self, key: str, value: bytes) -> None:
         pass
@@ -163,6 +173,11 @@ class StoreRanks:
         self._put(f"{key}/result", result)
         self._forget(self._round - 1)
         return _unwrap(result)
+
+    def apart(self, purpose: str) -> StoreRanks:
+        # A connection serves one call at a time: a wait there would hold up everybody else who uses it.
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return StoreRanks(store, self.rank, self.world_size, f"{self._name}/{purpose}")
 
     def post(self, key: str, value: bytes) -> None:
         self._put(f"{self._name}/{key}", value)

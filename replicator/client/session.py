@@ -95,6 +95,7 @@ class Session:
         self._pid = os.getpid()
         self._spec = spec
         self._ranks = ranks
+        self._apart: dict[str, Ranks] = {}
         self._lock = threading.Lock()
         self._generation = make_generation(spec.epoch, 0)
         self._lone_generation = -1  # the last one chosen without the agent
@@ -115,6 +116,13 @@ class Session:
         if self._ranks is None:
             self._ranks = known_ranks(f"{self.job}/{self.epoch}/{self._spec.nonce}")
         return self._ranks
+
+    def ranks_for(self, purpose: str) -> Ranks:
+        """Those who agree with this one on one matter: see `Ranks.apart`. The same object each time."""
+        with self._lock:
+            if purpose not in self._apart:
+                self._apart[purpose] = self.ranks.apart(purpose)
+            return self._apart[purpose]
 
     def lookup(self, step: int | None = None) -> Plan:
         """Which checkpoint to load: the newest recoverable one, or only `step`. The same on all ranks.
@@ -324,9 +332,17 @@ def open_session() -> Session | None:
     return mine[-1] if mine else None
 
 
-def current_session() -> Session:
-    """`open_session`, or a new one from `init()` when there is none. Raises the errors of `init`."""
-    return open_session() or init()
+def current_session(job: str | None = None) -> Session:
+    """`open_session`, or a new one from `init()` when there is none. Raises the errors of `init`.
+
+    Args:
+        job: only a session of this job will do.
+    """
+    if job is None:
+        return open_session() or init()
+    with _sessions_lock:
+        mine = [one for key, one in _sessions.items() if key[-1] == os.getpid() and one.job == job]
+    return mine[-1] if mine else init(job)
 
 
 def _key(spec: SessionSpec) -> tuple[str, str, int, int]:

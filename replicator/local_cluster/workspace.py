@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from replicator.admin.partial_dir import Terminated
 from replicator.errors import StoreRootError
+from replicator.partial_dir import Terminated
 
 SHM = Path("/dev/shm")
 _LOCK = "driver.lock"

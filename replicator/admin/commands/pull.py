@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from replicator.admin.connection import AdminClient
-from replicator.admin.partial_dir import PartialDirectory
 from replicator.admin.printers import Page, Printer, duration, names, size, version_of
 from replicator.admin.progress import ByteProgress
 from replicator.admin.views import View
@@ -21,6 +20,7 @@ from replicator.errors import (
     TransferError,
 )
 from replicator.ids import CheckpointContainerId
+from replicator.partial_dir import PartialDirectory
 
 if TYPE_CHECKING:
     from replicator.v1 import types_pb2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -15,6 +16,9 @@ from types import FrameType, TracebackType
 from replicator.errors import ConfigError, StoreError, StoreFullError
 from replicator.ids import validate_object_name
 
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
 
 class Terminated(BaseException):
     """SIGTERM or SIGHUP arrived while a directory was being written."""
@@ -25,21 +29,31 @@ class Terminated(BaseException):
 
 
 class PartialDirectory:
-    """Written as `<target>.partial-<pid>` beside the target, renamed by `finish`, removed when the block fails.
+    """Written as `<target>.partial-<tag>` beside the target, renamed by `finish`, removed when the block fails.
 
-    SIGTERM and SIGHUP raise Terminated inside the block (in the main thread), so they too leave nothing behind.
+    Args:
+        tag: told apart from others that write there at the same time; default: the process id.
+        signals: SIGTERM and SIGHUP raise Terminated inside the block (in the main thread), so that they too leave
+            nothing behind. Not for a program that handles them itself.
+        replace: what the target holds goes when `finish` gives the new directory its name, in one step where the file
+            system can exchange two names.
 
     Raises:
-        ConfigError: the target exists and is not an empty directory, or its parent is not there.
+        ConfigError: the target exists and is not an empty directory (with `replace`: no directory), or its parent is
+            not there.
         StoreError: the file system does not let us write; StoreFullError when it is full.
     """
 
-    def __init__(self, target: str | Path) -> None:
+    def __init__(
+        self, target: str | Path, *, tag: str | None = None, signals: bool = True, replace: bool = False
+    ) -> None:
         given = os.fspath(target)
         if not given or "\0" in given:
             raise ConfigError(f"expected a directory to write to, found {given!r}")
         self.target = Path(os.path.realpath(given))
-        self.partial = self.target.with_name(f"{self.target.name}.partial-{os.getpid()}")
+        self.partial = self.target.with_name(f"{self.target.name}.partial-{tag or os.getpid()}")
+        self._signals = signals
+        self._replace = replace
         self._mode = self._check_target()
         self._handlers: dict[int, object] = {}
 
@@ -57,7 +71,7 @@ class PartialDirectory:
             raise _write_error(where, error) from None
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{where} exists and is not a directory; give a new directory")
-        if content is not None:
+        if content is not None and not self._replace:
             raise ConfigError(f"{where} is not empty (it has {content.name}); give a new or an empty directory")
         if os.path.ismount(where):
             raise ConfigError(
@@ -92,8 +106,8 @@ class PartialDirectory:
             raise _write_error(path, error) from None
         return FileIO(descriptor, "wb")
 
-    def write(self, file: FileIO, piece: bytes) -> None:
-        """Append all of `piece` to the file. Raises StoreError, StoreFullError."""
+    def write(self, file: FileIO, piece: bytes | bytearray) -> None:
+        """Write all of `piece` at the file's position. Raises StoreError, StoreFullError."""
         rest = memoryview(piece)
         try:
             while rest:
@@ -115,13 +129,22 @@ class PartialDirectory:
             self.partial.chmod(self._mode)
             for folder, _, _ in os.walk(self.partial):
                 _fsync_directory(folder)
-            self.partial.rename(self.target)
+            self._rename()
             _fsync_directory(self.target.parent)
         except OSError as error:
             raise _write_error(self.target, error) from None
 
+    def _rename(self) -> None:
+        if not self._replace or not self.target.exists():
+            self.partial.rename(self.target)
+        elif not _exchange(self.partial, self.target):
+            old = self.partial.with_name(self.partial.name.replace(".partial-", ".old-"))
+            self.target.rename(old)
+            self.partial.rename(self.target)
+            shutil.rmtree(old, ignore_errors=True)
+
     def __enter__(self) -> PartialDirectory:
-        if threading.current_thread() is threading.main_thread():
+        if self._signals and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 self._handlers[number] = signal.signal(number, _terminate)
         try:
@@ -154,6 +177,14 @@ class PartialDirectory:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated(number)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names be each other's at once; False where the file system or the kernel cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    return bool(libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _write_error(path: Path, error: OSError) -> StoreError:

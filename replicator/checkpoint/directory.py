@@ -1,0 +1,355 @@
+"""A finished directory, written by anything, becomes a committed checkpoint: its files are the objects.
+
+Whatever a rank reads is read once, checksummed while it is copied into the memory of this node, and sealed there; from
+then on it is an object like any other. Nothing of it is visible before the commit, so a directory that turns out not
+to be finished, or a rank that fails, leaves the previous checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replicator.checkpoint.listing import Found, list_files, share_out
+from replicator.client.agreement import Ranks
+from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
+from replicator.client.session import Session, current_session
+from replicator.decide.types import Manifest, ManifestEntry
+from replicator.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DirectoryError,
+    ReplicatorError,
+    SaveSkippedError,
+    StaleEpochError,
+)
+from replicator.ids import CheckpointContainerId, ContainerVersion, ObjectVersion
+from replicator.native import crc32c
+
+logger = logging.getLogger("replicator.checkpoint")
+
+PURPOSE = "directories"
+"""What ranks agree on apart from everything else: commits may come from a thread of their own."""
+_PIECE_BYTES = 8 << 20
+_THREADS = 4
+# For ranks to come, to read their files, and to wait for copies; transfers have deadlines of their own.
+_WAIT_DEADLINES = 20
+_TOLD_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class DirectoryCommit:
+    """A directory that was committed. What is left goes on in the background; nobody has to wait for it.
+
+    Attributes:
+        version: of the checkpoint. objects, size_bytes: of all ranks together.
+        replica_futures: of what this rank wrote, one per object and buddy.
+        committed, protected: on rank 0; elsewhere None.
+    """
+
+    version: ContainerVersion
+    objects: int
+    size_bytes: int
+    replica_futures: list[Future[ReplicaInfo]]
+    committed: Future[CommitInfo] | None
+    protected: Future[CommitInfo] | None
+    _ranks: Ranks = field(repr=False)
+    _deadline_s: float = field(repr=False)
+
+    def wait_protected(self, deadline_s: float | None = None) -> None:
+        """Until the loss of a node costs nothing. Every rank must call it, in the order of its other commits.
+
+        Args:
+            deadline_s: default: that of the commit.
+
+        Raises:
+            SaveSkippedError: a newer checkpoint superseded this one before its copies were made.
+            ReplicationError, CommitError: a copy, or the commit, failed. On all ranks.
+            DeadlineExceededError: it took longer.
+        """
+        deadline = deadline_s or self._deadline_s
+
+        def wait() -> bytes:
+            if self.protected is not None:
+                try:
+                    self.protected.result(deadline)
+                except TimeoutError as error:
+                    if isinstance(error, ReplicatorError):
+                        raise
+                    awaited = f"{self.version} to be protected"
+                    raise DeadlineExceededError.of(awaited, "the agents of the job", deadline) from None
+            return b""
+
+        self._ranks.agree(f"the protection of {self.version}", wait, lambda _: b"", deadline + self._deadline_s)
+
+
+def commit_dir(
+    path: str | os.PathLike[str] | None,
+    job: str | None,
+    step: int,
+    *,
+    session: Session | None = None,
+    resumable: bool = True,
+    deadline_s: float | None = None,
+) -> DirectoryCommit:
+    """Commit a finished directory as the checkpoint of a step. Returns when its bytes are in this node's memory.
+
+    Every rank of the job must call it, each with its own directory or all with the same one: a file that several
+    ranks see is committed once, and of files that have one name on several ranks the content must be the same.
+    Names are paths relative to the directory. Links to files are committed as files; directories without files are
+    not kept. Copies to the buddies and the commit go on in the background. A step may be committed again: the newer
+    attempt counts.
+
+    Args:
+        path: the directory; None for a rank that has none.
+        job: its name; None: that of the session.
+        step: 0 is a step.
+        session: default: the open one of that job, or a new one from `replicator.init(job)`.
+        resumable: whether a job can go on from it; False, for instance, for the model alone.
+        deadline_s: for the slowest rank to come and to read its files; default: 20 times the session's.
+
+    Raises:
+        DirectoryError: the directory, or something in it, cannot be committed, or changed meanwhile.
+        InvalidIdError: a file whose name no object can have, or a step that is none.
+        ConfigError: a session of another job, or ranks that name different steps.
+        StoreFullError: no room in the memory of a node.
+        ReplicatorError: another rank failed. Every error comes on all ranks, and nothing of the attempt is kept.
+    """
+    session = session or current_session(job)
+    if job is not None and session.job != job:
+        raise ConfigError(f"expected a session of job {job}, found one of {session.job}")
+    return _Commit(session, path, step, resumable, deadline_s or _WAIT_DEADLINES * session.deadline_s).run()
+
+
+class _Commit:
+    """One call of `commit_dir`."""
+
+    def __init__(
+        self,
+        session: Session,
+        path: str | os.PathLike[str] | None,
+        step: int,
+        resumable: bool,
+        deadline_s: float,
+    ) -> None:
+        self._session = session
+        self._ranks = session.ranks_for(PURPOSE)
+        self._path = None if path is None else Path(path)
+        self._step = step
+        self._resumable = resumable
+        self._deadline_s = deadline_s
+        self._listing: dict[str, Found] = {}
+        self._listings: list[dict[str, Found]] = []
+        self._begun: ContainerVersion | None = None  # on rank 0
+        self._futures: CommitFutures | None = None  # on rank 0
+        self._replicas: list[Future[ReplicaInfo]] = []
+
+    def run(self) -> DirectoryCommit:
+        try:
+            generation, shares, disputed = json.loads(self._agree("files", self._list, self._share_out))
+            if disputed:
+                shares = json.loads(
+                    self._agree(
+                        "files of one name",
+                        lambda: self._checksums(disputed),
+                        lambda told: self._settle(shares, disputed, told),
+                    )
+                )
+            version = ContainerVersion(CheckpointContainerId(self._session.job, self._step), generation)
+            if self._ranks.rank != 0:
+                self._session.follow(version.container, version)
+            mine = shares[self._ranks.rank]
+            objects, size = json.loads(
+                self._agree("objects", lambda: self._write(version, mine), lambda told: self._commit(version, told))
+            )
+        except BaseException:
+            self._give_up()
+            raise
+        futures = self._futures
+        return DirectoryCommit(
+            version,
+            objects,
+            size,
+            self._replicas,
+            futures.committed if futures else None,
+            futures.protected if futures else None,
+            self._ranks,
+            self._deadline_s,
+        )
+
+    def _agree(self, what: str, local: Any, decide: Any) -> bytes:
+        return self._ranks.agree(f"the {what} of step {self._step}", local, decide, self._deadline_s)
+
+    def _give_up(self) -> None:
+        if self._begun is None:
+            return
+        try:
+            self._session.abandon(self._begun)
+        except ReplicatorError as error:
+            logger.warning("%s failed, and what was written of it is kept: %s", self._begun, error)
+
+    # -- which files there are, and whose
+
+    def _list(self) -> bytes:
+        CheckpointContainerId(self._session.job, self._step)
+        if self._path is not None:
+            self._listing = list_files(self._path)
+        told = {name: dataclasses.astuple(found) for name, found in self._listing.items()}
+        return json.dumps([self._step, told]).encode()
+
+    def _share_out(self, answers: Sequence[bytes]) -> bytes:
+        told = [json.loads(answer) for answer in answers]
+        steps = sorted({step for step, _ in told})
+        if len(steps) > 1:
+            raise ConfigError(f"expected all ranks to commit the same step, found steps {steps}")
+        self._listings = [{name: Found(*found) for name, found in listing.items()} for _, listing in told]
+        if not any(self._listings):
+            raise DirectoryError(f"expected a directory with files to commit, {self._path or 'no rank'} has none")
+        shares, disputed = share_out(self._listings)
+        if self._session.backpressure == "block":
+            self._session.keep_pace(self._deadline_s)
+        self._begun = self._session.begin(CheckpointContainerId(self._session.job, self._step))
+        return json.dumps([self._begun.generation, shares, disputed]).encode()
+
+    def _checksums(self, disputed: dict[str, list[int]]) -> bytes:
+        mine = [name for name, ranks in disputed.items() if self._ranks.rank in ranks]
+        return json.dumps({name: self._checksum(name) for name in mine}).encode()
+
+    def _checksum(self, name: str) -> int:
+        crc = 0
+        piece = memoryview(bytearray(min(_PIECE_BYTES, self._listing[name].size or 1)))
+
+        def take(size: int) -> memoryview:
+            return piece[:size]
+
+        def done(filled: memoryview) -> None:
+            nonlocal crc
+            crc = crc32c(filled, crc)
+
+        self._read(name, take, done)
+        return crc
+
+    def _settle(self, shares: list[list[str]], disputed: dict[str, list[int]], answers: Sequence[bytes]) -> bytes:
+        """Files of one name are one object when their bytes are equal, and the lowest of those ranks commits it."""
+        told = [json.loads(answer) for answer in answers]
+        for name, ranks in sorted(disputed.items()):
+            found = {rank: (self._listings[rank][name].size, told[rank][name]) for rank in ranks}
+            first = ranks[0]
+            for rank in ranks[1:]:
+                if found[rank] != found[first]:
+                    raise DirectoryError(
+                        f"{name} is one file on rank {first} and another on rank {rank} ({found[first][0]} and "
+                        f"{found[rank][0]} bytes); a checkpoint has one file of a name: put the rank into the name, or "
+                        "give the file to one rank"
+                    )
+            shares[first].append(name)
+        return json.dumps(shares).encode()
+
+    # -- their bytes
+
+    def _write(self, version: ContainerVersion, names: Sequence[str]) -> bytes:
+        entries: list[ManifestEntry] = []
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="replicator-commit-dir") as pool:
+            waiting = [pool.submit(self._write_object, version, name) for name in names]
+            try:
+                # Some at a time: one call to the agent for many small objects, and copies begin before the last one.
+                for start in range(0, len(waiting), _TOLD_AT_ONCE):
+                    some = [written.result() for written in waiting[start : start + _TOLD_AT_ONCE]]
+                    self._replicate([version.object(entry.name) for entry in some])
+                    entries += some
+            finally:
+                for one in waiting:
+                    one.cancel()
+        if self._path is not None and list_files(self._path) != self._listing:
+            raise DirectoryError(f"{self._path} changed while it was read; commit a directory that is finished")
+        return json.dumps([dataclasses.astuple(entry) for entry in entries]).encode()
+
+    def _write_object(self, version: ContainerVersion, name: str) -> ManifestEntry:
+        with self._session.create(version.object(name), self._listing[name].size) as sink:
+            self._read(name, sink.next_buffer_slice, lambda _: None)
+        info = sink.info
+        return ManifestEntry(name, info.size, info.crc32c, info.owner_node_id)
+
+    def _read(self, name: str, take: Any, done: Any) -> None:
+        """All bytes of a file, piece by piece into what `take(size)` gives; `done` gets each when it is filled.
+
+        Raises:
+            DirectoryError: it cannot be read, or is not what was listed.
+        """
+        assert self._path is not None
+        expected, file = self._listing[name], self._path / name
+        changed = DirectoryError(f"{file} changed while it was read; commit a directory that is finished")
+        try:
+            with open(file, "rb", buffering=0, opener=_open_now) as stream:
+                if Found.of(os.fstat(stream.fileno())) != expected:
+                    raise changed
+                left = expected.size
+                while left:
+                    piece = take(min(left, _PIECE_BYTES))
+                    filled = 0
+                    while filled < len(piece):
+                        count = stream.readinto(piece[filled:])
+                        if not count:
+                            raise changed
+                        filled += count
+                    done(piece)
+                    left -= filled
+                if stream.read(1) or Found.of(os.fstat(stream.fileno())) != expected:
+                    raise changed
+        except FileNotFoundError:
+            raise DirectoryError(f"{file} vanished; commit a directory that is finished") from None
+        except OSError as error:
+            if isinstance(error, ReplicatorError):
+                raise
+            raise DirectoryError(f"{file} cannot be read: {error.strerror}") from None
+
+    def _replicate(self, objects: list[ObjectVersion]) -> None:
+        try:
+            futures = self._session.replication.async_replicate_many(objects)
+        except StaleEpochError:
+            raise
+        except ReplicatorError as error:
+            logger.warning("%d objects of %s are on this node only: %s", len(objects), objects[0].version, error)
+            return
+        for of_one in futures.values():
+            self._replicas += of_one
+            for future in of_one:
+                future.add_done_callback(self._log_failure)
+
+    def _log_failure(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if isinstance(error, SaveSkippedError) or error is None or self._session.agent.closed:
+            return
+        logger.warning("%s", error)
+
+    # -- the commit, on rank 0
+
+    def _commit(self, version: ContainerVersion, answers: Sequence[bytes]) -> bytes:
+        entries = [ManifestEntry(*entry) for answer in answers for entry in json.loads(answer)]
+        manifest = Manifest(
+            version=version,
+            epoch=self._session.epoch,
+            coordinator_node_id=self._session.node.node_id,
+            replicas=self._session.replicas,
+            world_size=self._ranks.world_size,
+            created_unix_ms=time.time_ns() // 1_000_000,
+            entries=tuple(sorted(entries, key=lambda entry: entry.name)),
+            resumable=self._resumable,
+        )
+        self._futures = self._session.commit(manifest)
+        for future in (self._futures.committed, self._futures.protected):
+            future.add_done_callback(self._log_failure)
+        return json.dumps([len(entries), manifest.size_bytes]).encode()
+
+
+def _open_now(path: str, flags: int) -> int:
+    """A file that became a pipe meanwhile must not be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
