@@ -3,9 +3,6 @@
 // source's are not displaced.
 #include "copy_crc32c.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -100,21 +97,6 @@ std::vector<Piece> pieces_of(std::span<const Part> parts, const CopyOptions& opt
   return pieces;
 }
 
-// Has all pages mapped with one call, where the kernel can (5.14): a fault for each costs as much as the copy.
-void populate(Bytes source) {
-#if defined(MADV_POPULATE_READ)
-  constexpr std::size_t kLeast = 64 << 10;
-  if (source.size() < kLeast) return;
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(source.data()) & ~(page - 1);
-  const auto end = reinterpret_cast<std::uintptr_t>(source.data()) + source.size();
-  // When it fails, the copy faults them in.
-  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_READ);
-#else
-  (void)source;
-#endif
-}
-
 // Runs `work` in this thread and in at most `more` others; fewer where the system gives no more threads.
 template <typename Work>
 void run_in_threads(unsigned more, const Work& work) {
@@ -162,7 +144,6 @@ Copied copy_parts(std::span<const Part> parts, const CopyOptions& options) {
   const auto work = [&] {
     for (std::size_t i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < pieces.size();) {
       Piece& piece = pieces[i];
-      if (options.populate) populate(piece.source);
       piece.crc = piece.target == nullptr ? crc32c(0, piece.source) : copy_crc32c(piece.target, piece.source, 0);
     }
   };

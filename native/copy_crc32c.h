@@ -30,8 +30,6 @@ struct CopyOptions {
   std::uint32_t prefix_crc = 0;
   std::size_t prefix_size = 0;
   unsigned threads = 1;
-  // The sources are mapped and their pages probably not: each thread has the kernel map those of its piece at once.
-  bool populate = false;
 };
 
 // Copies each source to its target, with a checksum per block of the stream that the sources make. Nothing overlaps.

@@ -94,7 +94,7 @@ std::uint32_t py_copy_crc32c_by(const std::string& kernel, nb::handle target, nb
 // `parts`: a list of (target or None, source).
 std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_parts(const nb::list& parts, std::size_t block_size,
                                                                     std::uint32_t prefix_crc, std::size_t prefix_size,
-                                                                    unsigned threads, bool populate) {
+                                                                    unsigned threads) {
   std::deque<Buffer> held;
   std::vector<Part> native;
   std::size_t size = 0;
@@ -110,7 +110,7 @@ std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_parts(const nb::li
     native.push_back({target, from.bytes()});
     size += from.size();
   }
-  const CopyOptions options{block_size, prefix_crc, prefix_size, threads, populate};
+  const CopyOptions options{block_size, prefix_crc, prefix_size, threads};
   Copied copied = without_gil(size, [&] { return copy_parts(native, options); });
   return {std::move(copied.block_crcs), copied.tail_crc};
 }

@@ -106,10 +106,9 @@ def copy_parts(
     prefix_crc: int,
     prefix_size: int,
     threads: int,
-    populate: bool,
     /,
 ) -> tuple[list[int], int]:
-    """In one thread, whatever `threads` and `populate` say."""
+    """In one thread, whatever `threads` says."""
     crcs: list[int] = []
     crc, filled = prefix_crc, prefix_size
     for dst, src in parts:

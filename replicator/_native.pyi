@@ -11,7 +11,6 @@ def copy_parts(
     prefix_crc: int,
     prefix_size: int,
     threads: int,
-    populate: bool,
     /,
 ) -> tuple[list[int], int]: ...
 def block_crcs(buffer: ReadableBuffer, block_size: int, /) -> list[int]: ...

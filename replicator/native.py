@@ -108,7 +108,6 @@ def copy_parts(
     prefix_crc: int = 0,
     prefix_size: int = 0,
     threads: int = COPY_THREADS,
-    populate: bool = False,
 ) -> tuple[list[int], int]:
     """Copy each source to the start of its target, with the CRC32C of every block of the stream the sources make.
 
@@ -117,7 +116,6 @@ def copy_parts(
         block_size: in bytes; blocks end at multiples of it, counted from `prefix_size` bytes before the first source.
         prefix_crc, prefix_size: CRC32C and length of the part of the first block that went before.
         threads: that share the work when it is large, this one included.
-        populate: the sources are mapped anew, so that reading them would fault in page after page.
 
     Returns:
         The checksums of the blocks that are complete, and that of the bytes after them (0 when there are none).
@@ -129,7 +127,7 @@ def copy_parts(
     _check_prefix(prefix_size, block_size)
     if threads < 1:
         raise ValueError(f"threads: expected 1 or more, found {threads}")
-    return _copy_parts(list(parts), block_size, prefix_crc, prefix_size, threads, populate)
+    return _copy_parts(list(parts), block_size, prefix_crc, prefix_size, threads)
 
 
 def block_crcs(buffer: ReadableBuffer, block_size: int = BLOCK_SIZE) -> list[int]:

@@ -193,7 +193,7 @@ class Fetcher:
         """Let go of this node's copy of an object: its memory may be used for something else from now on."""
         held = self._open.pop(name, None)
         if held is not None:
-            held.close()
+            held.close_aside()
 
     def _copy_here(self, held: ObjectReader, work: Assembly) -> tuple[str, str]:
         """(bad holder, why) when this node's copy is not good, else two empty texts."""
@@ -209,7 +209,6 @@ class Fetcher:
                 lambda index: _block(held, index),
                 part,
                 threads=self._threads,
-                populate=True,
             )
             if bad:
                 self._done(one.name)

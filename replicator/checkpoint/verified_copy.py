@@ -52,7 +52,6 @@ def copy_verified(
     blocks: range | None = None,
     *,
     threads: int = COPY_THREADS,
-    populate: bool = False,
 ) -> list[int]:
     """Fill all targets, and return the indexes of blocks whose bytes did not match (empty: all is well).
 
@@ -61,7 +60,6 @@ def copy_verified(
         block_at: gives a touched block; the last block of an object may be short.
         blocks: fill only what is in these blocks.
         threads: that share the work.
-        populate: the blocks' memory is mapped anew, see `native.copy_parts`.
 
     The contents of what was to be filled mean nothing when the result is not empty.
     """
@@ -78,7 +76,7 @@ def copy_verified(
     again: list[tuple[memoryview, memoryview]] = []
     for block, touching in wanted:
         _add_block(block, block.index * block_size, touching, parts, again)
-    crcs, tail = copy_parts(parts, block_size=block_size, threads=threads, populate=populate)
+    crcs, tail = copy_parts(parts, block_size=block_size, threads=threads)
     for target, source in again:
         target[:] = source  # which was filled with what was checksummed
     found = [*crcs, tail]

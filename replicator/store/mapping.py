@@ -11,6 +11,9 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
+
+HUGE_PAGE = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -25,6 +28,7 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
 
 # A child that kept them would keep the memory of removed files, and readers' locks, for its whole life.
 _parents_only: set[int] = set()
@@ -62,10 +66,7 @@ def map_file(fd: int, length: int, writable: bool) -> memoryview:
         OSError: it cannot be mapped; the descriptor is still the caller's.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    address = _map(length, protection, fd)
     _libc.madvise(address, length, mmap.MADV_DONTFORK)
     memory = (ctypes.c_char * length).from_address(address)
     view = memoryview(memory).cast("B")
@@ -73,6 +74,41 @@ def map_file(fd: int, length: int, writable: bool) -> memoryview:
     # Last: from here on the descriptor is not the caller's any more.
     weakref.finalize(memory, _end, os.getpid(), address, length, fd).atexit = False
     return view
+
+
+def _map(length: int, protection: int, fd: int) -> int:
+    """The address of a new mapping; on the bound of a huge page, for only there the kernel maps one as a whole."""
+    if length < HUGE_PAGE:
+        return _checked(_libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0))
+    whole = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = _checked(_libc.mmap(None, whole + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
+    address = -(-room // HUGE_PAGE) * HUGE_PAGE
+    try:
+        _checked(_libc.mmap(address, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0))
+    except OSError:
+        _libc.munmap(room, whole + HUGE_PAGE)
+        raise
+    if address > room:
+        _libc.munmap(room, address - room)
+    _libc.munmap(address + whole, room + HUGE_PAGE - address)
+    return address
+
+
+def _checked(address: int) -> int:
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
+@contextlib.contextmanager
+def mapped_for_advice(fd: int, length: int) -> Iterator[int]:
+    """The address at which a file is mapped within the block, for `advise` alone. Raises OSError."""
+    address = _map(length, mmap.PROT_READ | mmap.PROT_WRITE, fd)
+    try:
+        yield address
+    finally:
+        _libc.munmap(address, length)
 
 
 def advise(address: int, length: int, advice: int) -> int:

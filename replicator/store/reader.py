@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterable
 
@@ -17,6 +18,7 @@ from replicator.store.trailer import ObjectInfo, read_trailer
 # The recycler holds the exclusive lock for one rename.
 _LOCK_DEADLINE_S = 2.0
 _LOCK_PAUSE_S = 0.001
+_LARGE_BYTES = 64 << 20
 
 
 class ObjectReader:
@@ -73,6 +75,18 @@ class ObjectReader:
             self._view = None  # the descriptor goes with the mapping, when the last part is let go
         elif fd >= 0 and os.getpid() == self._pid:
             mapping.close(fd)
+
+    def close_aside(self) -> None:
+        """Close it when nobody holds a part of `view` any more. Unmapping much memory is left to another thread."""
+        if self._view is None or self.info.size < _LARGE_BYTES or os.getpid() != self._pid:
+            self.close()
+            return
+        # The memory may serve again before that thread comes to it.
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        try:
+            threading.Thread(target=self.close, name="replicator-unmap", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self.close()
 
     def __enter__(self) -> ObjectReader:
         return self

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicator.errors import SegmentError, StoreError
-from replicator.store import mapping
+from replicator.store import huge, mapping
+from replicator.store.mapping import HUGE_PAGE
 from replicator.store.mounts import room_for
 from replicator.store.paths import SegmentName, StorePaths
 from replicator.store.trailer import PAGE
@@ -23,7 +24,6 @@ from replicator.store.trailer import PAGE
 MAX_KEPT = 256
 """Mappings that a process keeps; each takes a descriptor."""
 
-HUGE_PAGE = 2 << 20
 # At most an eighth is wasted.
 _MIN_HUGE_BYTES = 8 * HUGE_PAGE
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
@@ -51,6 +51,9 @@ def create_segment(paths: StorePaths, client_id: str, capacity: int, name: str =
         with room_for(f"a segment of {capacity} bytes", paths.root):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
+                if not paths.huge_pages:
+                    os.ftruncate(fd, capacity)
+                    huge.allocate(fd, capacity)
                 os.posix_fallocate(fd, 0, capacity)
                 return name, os.fstat(fd).st_ino
             except BaseException:
@@ -116,6 +119,11 @@ class MappedSegment:
     def allocate(self, offset: int, length: int) -> None:
         """Have memory for a part of the file. Raises OSError when the file system is full."""
         os.posix_fallocate(self._fd, offset, length)
+
+    def collapse(self, offset: int, length: int) -> int:
+        """Have huge pages for a part of a new file, however long that takes. Returns and raises as `huge.collapse`."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.view, offset))
+        return huge.collapse(self._fd, address, offset, length)
 
     @contextlib.contextmanager
     def kept_at(self, path: Path) -> Iterator[None]:

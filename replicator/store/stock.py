@@ -107,6 +107,7 @@ def fault_in(mapped: MappedSegment, should_stop: Callable[[], bool], populate: b
                 if start is None:
                     return
                 piece = mapped.view[start : start + CHUNK_BYTES]
+                mapped.collapse(start, len(piece))
                 if not populate or not _populate(piece):
                     mapped.allocate(start, len(piece))
                     for page in range(0, len(piece), PAGE):

@@ -77,7 +77,6 @@ def test_every_kernel_copies_past_the_caches_at_every_alignment(kernel: str) -> 
     prefix=st.integers(0, 2000),
     start=st.integers(0, 2**32 - 1),
     threads=st.integers(1, 5),
-    populate=st.booleans(),
 )
 def test_copied_parts_have_a_checksum_per_block_of_their_stream(
     native: ModuleType,
@@ -86,13 +85,10 @@ def test_copied_parts_have_a_checksum_per_block_of_their_stream(
     prefix: int,
     start: int,
     threads: int,
-    populate: bool,
 ) -> None:
     prefix %= block_size
     parts = [(bytearray(len(source)) if wanted else None, source) for source, wanted in pieces]
-    crcs, tail = native.copy_parts(
-        parts, block_size=block_size, prefix_crc=start, prefix_size=prefix, threads=threads, populate=populate
-    )
+    crcs, tail = native.copy_parts(parts, block_size=block_size, prefix_crc=start, prefix_size=prefix, threads=threads)
     assert all(target is None or target == source for target, source in parts)
     data = b"".join(source for source, _ in pieces)
     ends = [*range(block_size - prefix, len(data) + 1, block_size)]
@@ -105,17 +101,6 @@ def test_a_part_whose_target_is_too_short_is_refused(native: ModuleType) -> None
         native.copy_parts([(bytearray(3), b"abcd")])
     with pytest.raises(BufferError):
         native.copy_parts([(b"abcd", b"abcd")])
-
-
-def test_parts_of_a_fresh_mapping_are_populated_and_right(native: ModuleType, tmp_path: Path) -> None:
-    data = random.Random(5).randbytes(3 << 20)
-    (tmp_path / "file").write_bytes(data)
-    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
-        target = bytearray(len(data) - 5)
-        with memoryview(area) as view, view[5:] as source:
-            crcs, tail = native.copy_parts([(target, source)], block_size=1 << 20, threads=2, populate=True)
-        assert target == data[5:]
-        assert [*crcs, tail] == [reference.crc32c(data[i : i + (1 << 20)]) for i in range(5, len(data), 1 << 20)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
