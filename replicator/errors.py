@@ -152,6 +152,10 @@ class UnsupportedError(ReplicatorError):
     exit_code = 2
 
 
+class TooLargeError(UnsupportedError):
+    """A message that lists more than it may; the message names the bound."""
+
+
 def _all_kinds(base: type[ReplicatorError]) -> dict[str, type[ReplicatorError]]:
     kinds = {base.__name__: base}
     for child in base.__subclasses__():

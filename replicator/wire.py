@@ -333,6 +333,9 @@ def manifest_to_pb(manifest: Manifest) -> types_pb2.Manifest:
 
 def manifest_from_pb(message: types_pb2.Manifest) -> Manifest:
     """Raises InvalidIdError, also for entries that are not sorted by name, or a name that occurs twice."""
+    owners = {entry.owner_node_id for entry in message.entries}
+    for owner in owners:
+        validate_node_id(owner)
     if not 1 <= message.epoch <= MAX_EPOCH:
         raise InvalidIdError(f"epoch of a manifest must lie in 1..{MAX_EPOCH}, found {message.epoch}")
     return Manifest(
@@ -347,7 +350,7 @@ def manifest_from_pb(message: types_pb2.Manifest) -> Manifest:
                 validate_object_name(entry.name),
                 _size(entry.size_bytes, entry.name),
                 entry.crc32c,
-                validate_node_id(entry.owner_node_id),
+                entry.owner_node_id,
             )
             for entry in message.entries
         ),

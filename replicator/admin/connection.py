@@ -129,17 +129,15 @@ class AdminClient:
         return max(1, int(self.deadline_s * 1000 * _AGENTS_SHARE))
 
     def call(self, method: str, request: Message, reply_type: type[ReplyT], awaited: str) -> ReplyT:
-        """One unary call; `awaited` says in an error what did not come."""
+        """One call with one reply, which may come in parts; `awaited` says in an error what did not come."""
         import grpc
 
-        function = self._channel.unary_unary(
-            _SERVICE + method,
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply_type.FromString,
-        )
+        from replicator import parts
+
+        function = parts.stub(self._channel, f"AdminService/{method}", type(request), reply_type)
         try:
             with Waiting(awaited, self.target.whom, self.deadline_s):
-                reply: ReplyT = function(request, timeout=self.deadline_s)
+                reply = function(request, self.deadline_s)
         except grpc.RpcError as error:
             raise self._error(error, awaited) from None
         return reply

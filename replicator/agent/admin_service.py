@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from replicator import wire
+from replicator import parts, wire
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
@@ -125,11 +125,13 @@ class AdminServicer:
         return reply
 
     @handler
-    async def Recover(self, request: admin_pb2.RecoverRequest, context: Context) -> types_pb2.Plan:
+    async def Recover(self, request: admin_pb2.RecoverRequest, context: Context) -> None:
         """What a restart would choose now."""
         validate_job(request.job)
         limit = deadline_s(request.deadline_ms, self._core.config.lookup_deadline_s)
-        return await self._core.lookup.run(request.job, 0, limit, request.step if request.has_step else None)
+        plan = await self._core.lookup.run(request.job, 0, limit, request.step if request.has_step else None)
+        for part in await asyncio.to_thread(list, parts.split(plan, parts.PLAN)):
+            await context.write(part)
 
     @handler
     async def ReadObject(self, request: admin_pb2.ReadObjectRequest, context: Context) -> None:
@@ -207,7 +209,6 @@ class AdminServicer:
             "Nodes": (admin_pb2.NodesRequest, admin_pb2.NodesReply),
             "ListContainers": (admin_pb2.ListContainersRequest, admin_pb2.ListContainersReply),
             "Inspect": (admin_pb2.InspectRequest, admin_pb2.InspectReply),
-            "Recover": (admin_pb2.RecoverRequest, types_pb2.Plan),
             "Undrain": (admin_pb2.UndrainRequest, admin_pb2.DrainEvent),
         }
         handlers = {
@@ -221,16 +222,17 @@ class AdminServicer:
         handlers["ReadObject"] = grpc.unary_stream_rpc_method_handler(
             self.ReadObject, request_deserializer=admin_pb2.ReadObjectRequest.FromString, response_serializer=None
         )
-        handlers["Verify"] = grpc.unary_stream_rpc_method_handler(
-            self.Verify,
-            request_deserializer=admin_pb2.VerifyRequest.FromString,
-            response_serializer=admin_pb2.VerifyEvent.SerializeToString,
-        )
-        handlers["Drain"] = grpc.unary_stream_rpc_method_handler(
-            self.Drain,
-            request_deserializer=admin_pb2.DrainRequest.FromString,
-            response_serializer=admin_pb2.DrainEvent.SerializeToString,
-        )
+        streams: dict[str, tuple[Any, Any]] = {
+            "Recover": (admin_pb2.RecoverRequest, types_pb2.Plan),
+            "Verify": (admin_pb2.VerifyRequest, admin_pb2.VerifyEvent),
+            "Drain": (admin_pb2.DrainRequest, admin_pb2.DrainEvent),
+        }
+        for method, (request_type, reply_type) in streams.items():
+            handlers[method] = grpc.unary_stream_rpc_method_handler(
+                getattr(self, method),
+                request_deserializer=request_type.FromString,
+                response_serializer=reply_type.SerializeToString,
+            )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def _report_of(

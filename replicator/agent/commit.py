@@ -164,7 +164,7 @@ class Committer:
             )
         self.skipping.check(version)
         self._check_own(manifest)
-        data = manifest_to_bytes(manifest)
+        data = await asyncio.to_thread(manifest_to_bytes, manifest)
         with self._abandonment.storing(version):
             reach("commit.storing")
             await run_to_end(lambda: self._manifests.put(data, crc32c(data)))

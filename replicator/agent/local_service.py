@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from replicator import wire
+from replicator import parts, wire
 from replicator.agent import batches, logs
 from replicator.agent.abandon import MAX_TOLD
 from replicator.agent.clients import ClientRegistry
@@ -222,10 +222,11 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         return local_pb2.ReplicateReply(buddy_node_ids=buddies)
 
     @handler
-    async def Commit(self, request: local_pb2.CommitRequest, context: Context) -> local_pb2.CommitReply:
+    async def Commit(self, requests: AsyncIterator[local_pb2.CommitRequest], context: Context) -> local_pb2.CommitReply:
         """Store a manifest here and start distributing it; the outcome is an event of the client's stream."""
+        request = await parts.join_async(requests, local_pb2.CommitRequest(), parts.COMMIT)
         self._clients.require(request.client_id)
-        manifest = wire.manifest_from_pb(request.manifest)
+        manifest = await asyncio.to_thread(wire.manifest_from_pb, request.manifest)
         self._core.jobs.check(manifest.version.container.job, manifest.epoch)
 
         def report(event: local_pb2.CommitEvent) -> None:
@@ -236,13 +237,15 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         return local_pb2.CommitReply(asked=asked)
 
     @handler
-    async def Lookup(self, request: local_pb2.LookupRequest, context: Context) -> types_pb2.Plan:
+    async def Lookup(self, request: local_pb2.LookupRequest, context: Context) -> None:
         """What to restore, and from where."""
         if request.epoch:
             self._core.jobs.check(request.job, request.epoch)
         limit = deadline_s(request.deadline_ms, self._core.config.lookup_deadline_s)
         step = request.step if request.has_step else None
-        return await self._core.lookup.run(request.job, request.epoch, limit, step)
+        plan = await self._core.lookup.run(request.job, request.epoch, limit, step)
+        for part in await asyncio.to_thread(list, parts.split(plan, parts.PLAN)):
+            await context.write(part)
 
     @handler
     async def Retrieve(self, request: local_pb2.RetrieveRequest, context: Context) -> None:

@@ -11,6 +11,7 @@ from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.errors import CommitError, NotFoundError, ReplicatorError, SaveSkippedError, StaleEpochError
 from replicator.ids import ContainerVersion, NodeAddress
+from replicator.parts import allowance_s
 from replicator.v1 import peer_pb2, types_pb2
 from replicator.wire import Sender, manifest_chunks
 
@@ -51,6 +52,7 @@ class ManifestSender:
                 types_pb2.ManifestChunk,
                 peer_pb2.PutManifestReply,
                 awaited=f"storing the manifest of {version}",
+                deadline_s=self._peers.rpc_deadline_s + allowance_s(len(stored[0])),
             )
 
         try:

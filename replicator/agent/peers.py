@@ -86,6 +86,11 @@ class PeerDirectory:
         self.source = source or build_source(config, address)
 
     @property
+    def rpc_deadline_s(self) -> float:
+        """What a call takes at most when nothing else is said."""
+        return self._config.rpc_deadline_s
+
+    @property
     def sender(self) -> Sender:
         """This agent, speaking for no job."""
         return Sender(self._address.identity)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from replicator import parts
 from replicator.client.launch import AgentRecord
 from replicator.errors import AgentUnavailableError, DeadlineExceededError, ReplicatorError
 from replicator.rpc_options import channel_options
@@ -90,7 +91,7 @@ class Connection:
     def call(
         self, method: str, request: Message, reply_type: type[ReplyT], deadline_s: float, awaited: str = ""
     ) -> ReplyT:
-        """One unary call.
+        """One call with one request and one reply, which may travel in parts.
 
         Args:
             awaited: what the reply is, for the error message.
@@ -102,14 +103,10 @@ class Connection:
         """
         if self.lost.is_set():
             raise AgentUnavailableError(f"{self.whom} is not reachable; a new connection is being tried")
-        function = self._channel.unary_unary(
-            _SERVICE + method,
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply_type.FromString,
-        )
+        function = parts.stub(self._channel, f"LocalService/{method}", type(request), reply_type)
         with self._counted():
             try:
-                reply: ReplyT = function(request, timeout=deadline_s)
+                reply = function(request, deadline_s)
             except grpc.RpcError as error:
                 raise self._error(error, awaited or f"its answer to {method}", deadline_s) from None
             except ValueError:

@@ -27,6 +27,7 @@ from replicator.errors import (
 )
 from replicator.faultpoints import reach
 from replicator.ids import AgreedPlacement, NodeAddress, ObjectVersion
+from replicator.parts import allowance_s
 from replicator.v1 import local_pb2
 from replicator.wire import (
     manifest_to_pb,
@@ -160,13 +161,17 @@ class LocalAgent(AgentLink):
         futures = self._outstanding.expect_commit(manifest.version, request)
         reach("commit.asking")
         try:
-            self.call("Commit", request, local_pb2.CommitReply)
+            self._ask_commit(request)
         except AgentUnavailableError as error:
             logger.warning("the commit of %s waits for the agent: %s", manifest.version, error)
         except ReplicatorError as error:
             self._outstanding.fail_commit(manifest.version, error)
             raise
         return futures
+
+    def _ask_commit(self, request: local_pb2.CommitRequest) -> None:
+        limit = self.call_deadline_s + allowance_s(request.ByteSize())
+        self.call("Commit", request, local_pb2.CommitReply, limit)
 
     def _ask_replicas(self, objects: Sequence[ObjectVersion], epoch: int) -> tuple[str, ...]:
         buddies: tuple[str, ...] = ()
@@ -251,16 +256,16 @@ class LocalAgent(AgentLink):
     def _adopt(self, connection: Connection) -> None:
         with self._changed:
             objects = list(self._unadopted)
-        if not objects:
-            return
-        request = local_pb2.AdoptRequest(client_id=self.client_id, objects=[object_to_pb(one) for one in objects])
-        try:
-            self.call_on(connection, "Adopt", request, local_pb2.AdoptReply)
-        except NotFoundError as error:
-            logger.warning("the agent did not find everything that was published while it was away: %s", error)
-        with self._changed:
-            for one in objects:
-                self._unadopted.pop(one, None)
+        for start in range(0, len(objects), MAX_OBJECTS_PER_CALL):
+            some = objects[start : start + MAX_OBJECTS_PER_CALL]
+            request = local_pb2.AdoptRequest(client_id=self.client_id, objects=[object_to_pb(one) for one in some])
+            try:
+                self.call_on(connection, "Adopt", request, local_pb2.AdoptReply)
+            except NotFoundError as error:
+                logger.warning("the agent did not find everything that was published while it was away: %s", error)
+            with self._changed:
+                for one in some:
+                    self._unadopted.pop(one, None)
 
     # -- what a next agent is told
 
@@ -300,7 +305,7 @@ class LocalAgent(AgentLink):
                 self._outstanding.fail_replicas(entries, error)
         for container, request in self._outstanding.commits().items():
             try:
-                self.call("Commit", request, local_pb2.CommitReply)
+                self._ask_commit(request)
             except AgentUnavailableError:
                 raise
             except ReplicatorError as error:

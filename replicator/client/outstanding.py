@@ -17,7 +17,7 @@ from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.v1 import local_pb2
 from replicator.wire import object_from_pb, version_from_pb
 
-MAX_OBJECTS = 65536
+MAX_OBJECTS = 1 << 18
 MAX_COMMITS = 64
 
 ResultT = TypeVar("ResultT")

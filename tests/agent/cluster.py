@@ -16,6 +16,7 @@ import grpc
 from agent_harness import DEADLINE_S, AgentProcess
 from google.protobuf.message import Message
 
+from replicator import parts
 from replicator.decide.types import Manifest, ManifestEntry, ObjectSource
 from replicator.errors import ReplicatorError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, ObjectVersion
@@ -299,15 +300,9 @@ class Rank:
 
 
 def call(channel: grpc.Channel, method: str, request: Message, reply_type: type[ReplyT]) -> ReplyT:
-    """One unary call; ReplicatorError when it fails."""
-    function = channel.unary_unary(
-        f"/replicator.v1.{method}",
-        request_serializer=type(request).SerializeToString,
-        response_deserializer=reply_type.FromString,
-    )
+    """One call with one reply; ReplicatorError when it fails."""
     try:
-        reply: ReplyT = function(request, timeout=DEADLINE_S)
-        return reply
+        return parts.stub(channel, method, type(request), reply_type)(request, DEADLINE_S)
     except grpc.RpcError as error:
         raise error_from_rpc(error, method, "the agent under test", DEADLINE_S) from None
 

@@ -394,3 +394,18 @@ def test_a_large_manifest_travels(three: Cluster) -> None:
     data = manifest_to_bytes(manifest)
     _put(three, 1, data, crc32c(data))
     assert manifest.version in three.nodes[1].committed()
+
+
+def test_a_manifest_that_is_larger_than_a_message_reaches_every_node(three: Cluster) -> None:
+    """F28. Its objects are another node's, and need not be there for it."""
+    manifest = three.save(1)
+    many = (ManifestEntry(f"z/{'long' * 47}/{number:06}", 1, number, "n2") for number in range(22_000))
+    manifest = dataclasses.replace(manifest, entries=(*manifest.entries, *many))
+    assert len(manifest_to_bytes(manifest)) > 4 << 20
+    three.ranks[0].commit(manifest, deadline_s=20.0)
+    assert three.ranks[0].committed(manifest.version).ok
+    for node in three.nodes:
+        wait_until(lambda node=node: manifest.version in node.committed(), "it has the manifest")
+        assert (node.paths.manifest_of(manifest.version) / "manifest").stat().st_size > 4 << 20
+    plan = three.ranks[1].lookup(deadline_s=20.0)
+    assert "22000 of its 22003 objects" in plan.rejected[0].reason

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import Message
 from grpc.aio import EOF, AioRpcError
 
+from replicator import parts
 from replicator.decide.types import Manifest
 from replicator.errors import (
     AgentUnavailableError,
@@ -88,13 +89,20 @@ class SimRank:
     ) -> ReplyT:
         """One call. Raises what the agent raised, AgentUnavailableError when it is away."""
         limit = self._patience_s if deadline_s is None else deadline_s
-        function: Any = self._channel.unary_unary(
-            f"/replicator.v1.LocalService/{method}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply_type.FromString,
-        )
+        coders: Any = {
+            "request_serializer": type(request).SerializeToString,
+            "response_deserializer": reply_type.FromString,
+        }
+        path = f"/replicator.v1.LocalService/{method}"
         try:
-            reply: ReplyT = await function(request, timeout=limit)
+            if method == "Lookup":
+                call: Any = self._channel.unary_stream(path, **coders)(request, timeout=limit)
+                return await parts.join_async(_messages(call), reply_type(), parts.PLAN)
+            if method == "Commit":
+                sent = _asynchronous(parts.split(request, parts.COMMIT))
+                reply: ReplyT = await self._channel.stream_unary(path, **coders)(sent, timeout=limit)
+            else:
+                reply = await self._channel.unary_unary(path, **coders)(request, timeout=limit)
             return reply
         except AioRpcError as error:
             raise self._meaning(error, method, limit) from None
@@ -285,6 +293,16 @@ class SimRank:
             if (reader.info.size, reader.info.crc32c) != (source.size_bytes, source.crc32c):
                 raise ObjectNotFoundError(f"{one} was retrieved, and is another one")
             return bytes(reader.view)
+
+
+async def _messages(call: Any) -> AsyncIterator[Any]:
+    while (message := await call.read()) is not EOF:
+        yield message
+
+
+async def _asynchronous(messages: Iterable[Any]) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
 
 
 def _no_growth(capacity: int) -> MappedSegment:
