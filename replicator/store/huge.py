@@ -5,8 +5,8 @@ a file (MADV_COLLAPSE, Linux 6.1). One small write per huge page puts a small pa
 and puts it in the place of that one and of the hole around it. Where huge pages are free that is several times as fast
 as allocating and touching small ones, and mapping the file anew costs next to nothing ever after.
 
-Where none are free the kernel moves memory about to make some, which is far slower than small pages. Who cannot wait
-stops at the first sign of it. Mount option `huge=`, sysfs `enabled` and privileges do not matter;
+Where none are free the kernel moves memory about to make some, and in a virtual machine the host may have to find
+the memory first: both are slower than small pages. Who cannot wait stops at the first sign of it. Mount option `huge=`, sysfs `enabled` and privileges do not matter;
 `/sys/kernel/mm/transparent_hugepage/shmem_enabled` set to `deny` is obeyed.
 """
 
@@ -22,8 +22,9 @@ from replicator.store.mapping import HUGE_PAGE
 MIN_BYTES = 2 * HUGE_PAGE
 """Smaller files get none: asking costs as much as touching them."""
 SLICE_BYTES = 4 << 20
-SLICES_AT_MOST = 32 << 20
-SLOW_BYTES_PER_S = 1_000_000_000
+SLICES_AT_MOST = 256 << 20
+"""The kernel looks at every processor for each: few large ones are better."""
+SLOW_BYTES_PER_CPU_S = 500_000_000
 """Slower than this, small pages are better."""
 _MADV_COLLAPSE = 25
 
@@ -60,10 +61,10 @@ def allocate(fd: int, capacity: int) -> int:
     with mapping.mapped_for_advice(fd, capacity) as address:
         while done < capacity:
             length = min(size, capacity - done)
-            began = time.perf_counter()
+            began = time.thread_time()
             got = collapse(fd, address + done, done, length)
-            if length < HUGE_PAGE or not got or time.perf_counter() - began > got / SLOW_BYTES_PER_S:
-                return done + got
             done += got
-            size = min(2 * size, SLICES_AT_MOST)
+            if not got or time.thread_time() - began > got / SLOW_BYTES_PER_CPU_S:
+                break
+            size = min(4 * size, SLICES_AT_MOST)
     return done
