@@ -5,9 +5,9 @@ a file (MADV_COLLAPSE, Linux 6.1). One small write per huge page puts a small pa
 and puts it in the place of that one and of the hole around it. Where huge pages are free that is several times as fast
 as allocating and touching small ones, and mapping the file anew costs next to nothing ever after.
 
-Where none are free the kernel moves memory about to make some, and in a virtual machine the host may have to find
-the memory first: both are slower than small pages. Who cannot wait stops at the first sign of it. Mount option `huge=`, sysfs `enabled` and privileges do not matter;
-`/sys/kernel/mm/transparent_hugepage/shmem_enabled` set to `deny` is obeyed.
+Where none are free the kernel moves memory about to make some, and in a virtual machine the host may have to find the
+memory first: both are slower than small pages. Who cannot wait stops at the first sign of it. Mount option `huge=`,
+sysfs `enabled` and privileges do not matter; `deny` in `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is obeyed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from replicator.store.mapping import HUGE_PAGE
 MIN_BYTES = 2 * HUGE_PAGE
 """Smaller files get none: asking costs as much as touching them."""
 SLICE_BYTES = 4 << 20
-SLICES_AT_MOST = 256 << 20
-"""The kernel looks at every processor for each: few large ones are better."""
+SLICES_AT_MOST = 32 << 20
+"""The kernel looks at every processor for each, so small ones are slow; one that turns out slow is not cut short."""
 SLOW_BYTES_PER_CPU_S = 500_000_000
 """Slower than this, small pages are better."""
 _MADV_COLLAPSE = 25
