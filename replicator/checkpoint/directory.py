@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from replicator.checkpoint.attempt import Attempt
 from replicator.checkpoint.listing import Found, list_files, share_out
-from replicator.client.agreement import Ranks
+from replicator.client.agreement import Ranks, SingleRank
 from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
+from replicator.client.segments import SegmentObject
 from replicator.client.session import Session, current_session
-from replicator.decide.types import Manifest, ManifestEntry
+from replicator.decide.types import ManifestEntry
 from replicator.errors import (
     ConfigError,
     DeadlineExceededError,
     DirectoryError,
     ReplicatorError,
-    SaveSkippedError,
-    StaleEpochError,
 )
-from replicator.ids import CheckpointContainerId, ContainerVersion, ObjectVersion
+from replicator.ids import CheckpointContainerId, ContainerVersion
 from replicator.native import crc32c
-
-logger = logging.getLogger("replicator.checkpoint")
 
 PURPOSE = "directories"
 """What ranks agree on apart from everything else: commits may come from a thread of their own."""
@@ -97,12 +93,14 @@ def commit_dir(
     step: int,
     *,
     session: Session | None = None,
+    alone: bool = False,
     resumable: bool = True,
     deadline_s: float | None = None,
 ) -> DirectoryCommit:
     """Commit a finished directory as the checkpoint of a step. Returns when its bytes are in this node's memory.
 
-    Every rank of the job must call it, each with its own directory or all with the same one: a file that several
+    Every rank of the job must call it when its own files are finished, each with a directory of its own or all with
+    the same one: a file that several
     ranks see is committed once, and of files that have one name on several ranks the content must be the same.
     Names are paths relative to the directory. Links to files are committed as files; directories without files are
     not kept. Copies to the buddies and the commit go on in the background. A step may be committed again: the newer
@@ -113,6 +111,8 @@ def commit_dir(
         job: its name; None: that of the session.
         step: 0 is a step.
         session: default: the open one of that job, or a new one from `replicator.init(job)`.
+        alone: this rank's directory is the whole checkpoint, and no other rank calls it. Of the ranks of a job one may
+            commit a step that way.
         resumable: whether a job can go on from it; False, for instance, for the model alone.
         deadline_s: for the slowest rank to come and to read its files; default: 20 times the session's.
 
@@ -126,7 +126,8 @@ def commit_dir(
     session = session or current_session(job)
     if job is not None and session.job != job:
         raise ConfigError(f"expected a session of job {job}, found one of {session.job}")
-    return _Commit(session, path, step, resumable, deadline_s or _WAIT_DEADLINES * session.deadline_s).run()
+    ranks = SingleRank() if alone else session.ranks_for(PURPOSE)
+    return _Commit(session, ranks, path, step, resumable, deadline_s or _WAIT_DEADLINES * session.deadline_s).run()
 
 
 class _Commit:
@@ -135,13 +136,14 @@ class _Commit:
     def __init__(
         self,
         session: Session,
+        ranks: Ranks,
         path: str | os.PathLike[str] | None,
         step: int,
         resumable: bool,
         deadline_s: float,
     ) -> None:
         self._session = session
-        self._ranks = session.ranks_for(PURPOSE)
+        self._ranks = ranks
         self._path = None if path is None else Path(path)
         self._step = step
         self._resumable = resumable
@@ -150,9 +152,10 @@ class _Commit:
         self._listings: list[dict[str, Found]] = []
         self._begun: ContainerVersion | None = None  # on rank 0
         self._futures: CommitFutures | None = None  # on rank 0
-        self._replicas: list[Future[ReplicaInfo]] = []
 
     def run(self) -> DirectoryCommit:
+        # A rank comes when its own files are finished. Only when all have come is a directory that they share.
+        self._agree("arrival of all ranks", lambda: b"", lambda _: b"")
         try:
             generation, shares, disputed = json.loads(self._agree("files", self._list, self._share_out))
             if disputed:
@@ -166,19 +169,20 @@ class _Commit:
             version = ContainerVersion(CheckpointContainerId(self._session.job, self._step), generation)
             if self._ranks.rank != 0:
                 self._session.follow(version.container, version)
-            mine = shares[self._ranks.rank]
+            attempt, mine = Attempt(self._session, version), shares[self._ranks.rank]
             objects, size = json.loads(
-                self._agree("objects", lambda: self._write(version, mine), lambda told: self._commit(version, told))
+                self._agree("objects", lambda: self._write(attempt, mine), lambda told: self._commit(attempt, told))
             )
         except BaseException:
-            self._give_up()
+            if self._begun is not None:
+                Attempt(self._session, self._begun).give_up()
             raise
         futures = self._futures
         return DirectoryCommit(
             version,
             objects,
             size,
-            self._replicas,
+            attempt.replica_futures,
             futures.committed if futures else None,
             futures.protected if futures else None,
             self._ranks,
@@ -186,15 +190,7 @@ class _Commit:
         )
 
     def _agree(self, what: str, local: Any, decide: Any) -> bytes:
-        return self._ranks.agree(f"the {what} of step {self._step}", local, decide, self._deadline_s)
-
-    def _give_up(self) -> None:
-        if self._begun is None:
-            return
-        try:
-            self._session.abandon(self._begun)
-        except ReplicatorError as error:
-            logger.warning("%s failed, and what was written of it is kept: %s", self._begun, error)
+        return self._ranks.agree(f"the {what} at step {self._step}", local, decide, self._deadline_s)
 
     # -- which files there are, and whose
 
@@ -255,15 +251,15 @@ class _Commit:
 
     # -- their bytes
 
-    def _write(self, version: ContainerVersion, names: Sequence[str]) -> bytes:
+    def _write(self, attempt: Attempt, names: Sequence[str]) -> bytes:
         entries: list[ManifestEntry] = []
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="replicator-commit-dir") as pool:
-            waiting = [pool.submit(self._write_object, version, name) for name in names]
+            waiting = [pool.submit(self._write_object, attempt, name) for name in names]
             try:
                 # Some at a time: one call to the agent for many small objects, and copies begin before the last one.
                 for start in range(0, len(waiting), _TOLD_AT_ONCE):
                     some = [written.result() for written in waiting[start : start + _TOLD_AT_ONCE]]
-                    self._replicate([version.object(entry.name) for entry in some])
+                    attempt.replicate([entry.name for entry in some])
                     entries += some
             finally:
                 for one in waiting:
@@ -272,11 +268,11 @@ class _Commit:
             raise DirectoryError(f"{self._path} changed while it was read; commit a directory that is finished")
         return json.dumps([dataclasses.astuple(entry) for entry in entries]).encode()
 
-    def _write_object(self, version: ContainerVersion, name: str) -> ManifestEntry:
-        with self._session.create(version.object(name), self._listing[name].size) as sink:
+    def _write_object(self, attempt: Attempt, name: str) -> ManifestEntry:
+        def fill(sink: SegmentObject) -> None:
             self._read(name, sink.next_buffer_slice, lambda _: None)
-        info = sink.info
-        return ManifestEntry(name, info.size, info.crc32c, info.owner_node_id)
+
+        return attempt.write(name, self._listing[name].size, fill)
 
     def _read(self, name: str, take: Any, done: Any) -> None:
         """All bytes of a file, piece by piece into what `take(size)` gives; `done` gets each when it is filled.
@@ -311,43 +307,12 @@ class _Commit:
                 raise
             raise DirectoryError(f"{file} cannot be read: {error.strerror}") from None
 
-    def _replicate(self, objects: list[ObjectVersion]) -> None:
-        try:
-            futures = self._session.replication.async_replicate_many(objects)
-        except StaleEpochError:
-            raise
-        except ReplicatorError as error:
-            logger.warning("%d objects of %s are on this node only: %s", len(objects), objects[0].version, error)
-            return
-        for of_one in futures.values():
-            self._replicas += of_one
-            for future in of_one:
-                future.add_done_callback(self._log_failure)
-
-    def _log_failure(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if isinstance(error, SaveSkippedError) or error is None or self._session.agent.closed:
-            return
-        logger.warning("%s", error)
-
     # -- the commit, on rank 0
 
-    def _commit(self, version: ContainerVersion, answers: Sequence[bytes]) -> bytes:
+    def _commit(self, attempt: Attempt, answers: Sequence[bytes]) -> bytes:
         entries = [ManifestEntry(*entry) for answer in answers for entry in json.loads(answer)]
-        manifest = Manifest(
-            version=version,
-            epoch=self._session.epoch,
-            coordinator_node_id=self._session.node.node_id,
-            replicas=self._session.replicas,
-            world_size=self._ranks.world_size,
-            created_unix_ms=time.time_ns() // 1_000_000,
-            entries=tuple(sorted(entries, key=lambda entry: entry.name)),
-            resumable=self._resumable,
-        )
-        self._futures = self._session.commit(manifest)
-        for future in (self._futures.committed, self._futures.protected):
-            future.add_done_callback(self._log_failure)
-        return json.dumps([len(entries), manifest.size_bytes]).encode()
+        self._futures = attempt.commit(entries, self._ranks.world_size, resumable=self._resumable)
+        return json.dumps([len(entries), sum(entry.size for entry in entries)]).encode()
 
 
 def _open_now(path: str, flags: int) -> int:
