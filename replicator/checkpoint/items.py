@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from replicator.checkpoint.page_lock import PAGE_LOCKS
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, is_templated, payload_view, template_of
 
 
@@ -95,7 +96,10 @@ def _write_payload(sink: ItemSink, tensor: torch.Tensor, size: int) -> None:
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         sink.write(payload_view(tensor))
         return
-    area = torch.frombuffer(sink.next_buffer_slice(size), dtype=torch.uint8)
+    piece = sink.next_buffer_slice(size)
+    if tensor.device.type == "cuda":
+        PAGE_LOCKS.lock(piece)
+    area = torch.frombuffer(piece, dtype=torch.uint8)
     area.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 

@@ -85,19 +85,32 @@ def is_client_alive(paths: StorePaths, client_id: str) -> bool:
 
     When it cannot be found out, it is taken to live: nothing of it is then given to others.
     """
+    try:
+        return _holder(paths, client_id) is not None
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def client_pid(paths: StorePaths, client_id: str) -> int | None:
+    """The process that is this client; None when there is none that can be told from here (another pid namespace)."""
+    try:
+        return _holder(paths, client_id) or None
+    except OSError:
+        return None
+
+
+def _holder(paths: StorePaths, client_id: str) -> int | None:
+    """The process that has the lock, 0 for one in another pid namespace; None: nobody. Raises OSError."""
     path = str(paths.client(client_id))
     with _held_lock:
         if _held.get(path) == os.getpid():
-            return True
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
+            return os.getpid()
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0]
+            kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
         finally:
             os.close(fd)
-    return bool(kind != fcntl.F_UNLCK)
+    return None if kind == fcntl.F_UNLCK else max(int(pid), 0)

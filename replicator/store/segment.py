@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicator.errors import SegmentError, StoreError
-from replicator.store import huge, mapping
+from replicator.store import huge, mapping, numa
+from replicator.store.client_lock import client_pid
 from replicator.store.mapping import HUGE_PAGE
 from replicator.store.mounts import room_for
 from replicator.store.paths import SegmentName, StorePaths
@@ -51,8 +52,9 @@ def create_segment(paths: StorePaths, client_id: str, capacity: int, name: str =
         with room_for(f"a segment of {capacity} bytes", paths.root):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
+                os.ftruncate(fd, capacity)
+                _put_near(paths, client_id, fd, capacity)
                 if not paths.huge_pages:
-                    os.ftruncate(fd, capacity)
                     huge.allocate(fd, capacity)
                 os.posix_fallocate(fd, 0, capacity)
                 return name, os.fstat(fd).st_ino
@@ -63,6 +65,17 @@ def create_segment(paths: StorePaths, client_id: str, capacity: int, name: str =
                 os.close(fd)
     except OSError as error:
         raise StoreError(f"cannot make a segment of {capacity} bytes in {paths.segments}: {error.strerror}") from None
+
+
+def _put_near(paths: StorePaths, client_id: str, fd: int, capacity: int) -> None:
+    """Have the memory of a new file near to its client. Where that cannot be done it is wherever the kernel likes."""
+    if len(numa.nodes()) < 2:
+        return
+    pid = client_pid(paths, client_id)
+    node = None if pid is None else numa.node_of(pid)
+    if node is not None:
+        with mapping.mapped_for_advice(fd, capacity) as address:
+            numa.prefer(address, capacity, node)
 
 
 def discard(path: Path) -> None:
