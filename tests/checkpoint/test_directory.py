@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_support import Node, nodes, run_job
+from job_support import Job, Node, nodes, run_job
 
 import replicator
 from replicator.checkpoint.listing import Found, list_files, share_out
+from replicator.client.retrieval import lookup
 from replicator.client.session import Session
 from replicator.errors import (
     ConfigError,
@@ -23,6 +25,7 @@ from replicator.errors import (
     ReplicatorError,
     StoreError,
 )
+from replicator.partial_dir import PartialDirectory
 
 FILES = {"model.safetensors": b"w" * 3_000_001, "nested/deep/state.bin": b"s" * 17, "empty": b"", ".hidden": b"h"}
 
@@ -289,6 +292,54 @@ def test_several_ranks(shm_root: Path, tmp_path: Path) -> None:
     assert (zero["one"], one["one"]) == (False, True)
     assert zero["refused"] == one["refused"] == "ConfigError"
     assert zero["left"] == ["back", "back-0", "back-1", "one", "own-0", "own-1", "shared"]
+
+
+def with_a_death(base: str) -> dict[str, Any]:
+    """Rank 1 ends in the middle of a file of the second step."""
+    import torch.distributed as dist
+
+    rank, told = dist.get_rank(), dict[str, Any]()
+    root = make(Path(base) / f"rank-{rank}", {f"{rank}.bin": b"x" * 100})
+    session = replicator.init()
+    replicator.commit_dir(root, None, 1).wait_protected(20)
+    if rank == 1:
+        session.create = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    try:
+        replicator.commit_dir(root, None, 2, deadline_s=3)
+    except ReplicatorError as error:
+        told["error"] = (type(error).__name__, str(error))
+    told["newest"] = lookup(session.agent, session.job, session.epoch, 5).container.step
+    told["alone"] = replicator.commit_dir(root, None, 3, alone=True).objects
+    return told
+
+
+def test_a_rank_that_dies_is_named(shm_root: Path, tmp_path: Path) -> None:
+    """The step before stays recoverable, and what is left of the job can commit (F05, F15)."""
+    with nodes(shm_root, 2) as made:
+        job = Job(made, with_a_death, str(tmp_path))
+        try:
+            told = job.ranks[0].result(time.monotonic() + 60)
+        finally:
+            job.kill()
+    assert told["error"][0] == "DeadlineExceededError"
+    assert "rank 1 of 2" in told["error"][1]
+    assert told["newest"] == 1
+    assert told["alone"] == 1
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_directory_that_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    """Also where the file system cannot exchange two names."""
+    if not can_exchange:
+        monkeypatch.setattr("replicator.partial_dir._exchange", lambda *_: False)
+    target = make(tmp_path / "a", {"old": b"", "sub/old": b""})
+    with PartialDirectory(target, tag="x", signals=False, replace=True) as partial:
+        with partial.create("new") as file:
+            partial.write(file, b"new")
+        assert content(target).keys() == {"old", "sub/old"}
+        partial.finish()
+    assert content(target) == {"new": b"new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_share_out() -> None:
