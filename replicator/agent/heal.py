@@ -29,6 +29,7 @@ from replicator.config import AgentConfig
 from replicator.decide.heal import HealingPlan, Short, Standing, candidates, plan_healing
 from replicator.decide.types import NodeInventory, Unanswered
 from replicator.errors import ReplicatorError
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.store import Store
 
@@ -229,6 +230,8 @@ class Healer:
         self._mine += len(mine)
         for move in mine:
             log.info("copies are to be made again", extra=fields(move.version, reason=move.reason))
+        if mine:
+            reach("heal.planned")
         self._settle(job, plan)
         for whole in plan.whole:
             if whole.responsible == self._address.node_id and self._is_gone(job, whole.owner_node_id):
@@ -314,6 +317,7 @@ class Healer:
                 )
         for version in before.keys() - now.keys():
             if self._store.manifest(version) is not None:
+                reach("heal.settled")
                 self._counters.add("containers_healed")
                 log.info("a container has all its copies again", extra=fields(version))
         self._plans[job] = plan

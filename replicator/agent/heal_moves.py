@@ -28,6 +28,7 @@ from replicator.errors import (
     ReplicatorError,
     StaleEpochError,
 )
+from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeIdentity, ObjectVersion
 from replicator.store import Store
 from replicator.v1 import peer_pb2, types_pb2
@@ -188,10 +189,13 @@ class Moves:
         began = self._now()
         try:
             await self._tell_of(piece, epoch)
+            reach("heal.told")
             failed = await self._replicator.copy_to(piece.new_holder, objects, epoch, self._deadline_s)
         except ReplicatorError as error:
             failed = dict.fromkeys(objects, error)
         made = [one for one in objects if one not in failed]
+        if made:
+            reach("heal.copied")
         size = sum(info.size for one in made if (info := self._store.get(one)) is not None)
         self.objects_moved += len(made)
         self.bytes_moved += size

@@ -66,6 +66,7 @@ class OwnCopies:
         self._tell_here = tell_here
         self._progressed = progressed
         self._reported: OrderedDict[ContainerVersion, None] = OrderedDict()
+        self._mine: tuple[Manifest, list[HeldObject]] | None = None  # of the manifest that was asked for last
         replicator.on_acknowledged = self._on_acknowledged
         replicator.on_lost = self.check
 
@@ -149,18 +150,23 @@ class OwnCopies:
         )
 
     def _of_this_node(self, manifest: Manifest) -> list[HeldObject]:
-        return [
-            HeldObject(entry.name, entry.size, entry.crc32c)
-            for entry in manifest.entries
-            if entry.owner_node_id == self._node_id
-        ]
+        if self._mine is None or self._mine[0] is not manifest:
+            held = [
+                HeldObject(entry.name, entry.size, entry.crc32c)
+                for entry in manifest.entries
+                if entry.owner_node_id == self._node_id
+            ]
+            self._mine = manifest, held
+        return self._mine[1]
 
     def _on_acknowledged(self, version: ContainerVersion) -> None:
         self._progressed(version)
         manifest = self._manifests.get(version)
         if manifest is None or self._store.is_protected(version):
             return
-        if not self._missing(version, self._of_this_node(manifest)):
+        # It is called for every few objects, so it may not look at all of them each time.
+        mine = self._of_this_node(manifest)
+        if self._replicator.may_be_whole(version, len(mine)) and not self._missing(version, mine):
             self.check(version)
 
     async def _report(self, manifest: Manifest, held: Sequence[HeldObject]) -> None:

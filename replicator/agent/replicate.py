@@ -173,11 +173,11 @@ class Replicator:
 
     def ensure(self, objects: Sequence[ObjectVersion], epoch: int) -> None:
         """Offer again what is neither acknowledged nor on its way; the outcome shows in `acknowledged`."""
-        due = [
-            one
-            for one in objects
-            if not self._is_on_its_way(one) and not self.acknowledged(one) and self._store.get(one) is not None
-        ]
+        names: dict[ContainerVersion, list[str]] = {}
+        for one in objects:
+            if not self._is_on_its_way(one) and self._store.get(one) is not None:
+                names.setdefault(one.version, []).append(one.name)
+        due = [one for version, some in names.items() for one in self.unacknowledged(version, some)]
         try:
             self.replicate(due, epoch, self._config.deadline_s, lambda event: None)
         except ReplicatorError as error:
@@ -194,6 +194,10 @@ class Replicator:
         acks = self._acks.get(version, {})
         buddies = self._jobs.buddies(job)
         return [version.object(name) for name in names if any((name, buddy) not in acks for buddy in buddies)]
+
+    def may_be_whole(self, version: ContainerVersion, objects: int) -> bool:
+        """Whether there are acknowledgements enough for so many objects: if not, nobody need look at each of them."""
+        return len(self._acks.get(version, {})) >= objects * len(self._jobs.buddies(version.container.job))
 
     def lacking(self, version: ContainerVersion, names: Iterable[str]) -> tuple[str, ...]:
         """The buddies of this node that did not acknowledge all of these objects."""

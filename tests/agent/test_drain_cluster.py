@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ from agent_harness import wait_until
 from cluster import MIB, Cluster, call, cluster, stream
 from healing import holders, lose, protect
 
+from replicator.decide.types import Manifest, ManifestEntry
 from replicator.errors import NotFoundError
 from replicator.v1 import admin_pb2, peer_pb2
 from replicator.wire import Sender, info_to_pb, node_address_to_pb, sender_to_pb
+
+HEAL_MIB_PER_S = 16
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def shared_four() -> Iterator[Cluster]:
     """Four nodes that several tests share."""
     path = Path(tempfile.mkdtemp(prefix="replicator-test-", dir="/dev/shm"))
     try:
-        with cluster(path, 4, "--deadline-s", "10", "--heal-limit-bytes-per-s", "16Mi") as made:
+        with cluster(path, 4, "--deadline-s", "10", "--heal-limit-bytes-per-s", f"{HEAL_MIB_PER_S}Mi") as made:
             yield made
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -81,6 +86,28 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
     third = protect(four, 3)
     again = holders(four, third, [0, 1, 2, 3])
     assert all(nodes <= again[name] for name, nodes in before.items())
+
+
+def test_lost_copies_are_made_no_faster_than_the_limit(shared_four: Cluster) -> None:
+    """Of many objects at once, large ones over the bulk lane and small ones in packs over gRPC."""
+    four = shared_four.new_job()
+    writer, node = four.ranks[1], four.nodes[1]
+    version = writer.begin(1)
+    infos = [writer.write(version.object(f"large-{i:02}"), os.urandom(MIB)) for i in range(24)]
+    infos += [writer.write(version.object(f"small-{i:03}"), os.urandom(64 << 10)) for i in range(128)]
+    entries = tuple(ManifestEntry(one.object.name, one.size, one.crc32c, "n1") for one in infos)
+    writer.replicate([one.object for one in infos], deadline_s=10.0)
+    writer.commit(Manifest(version, 1, "n1", 1, 1, 1, entries))
+    writer.protected(version)
+    healed = node.counter("bytes_healed")
+    began = time.monotonic()
+    last = drain(four, 0, "n1")[-1]
+    took_s = time.monotonic() - began
+    assert (last.done, last.objects_left) == (True, 0), last
+    moved = node.counter("bytes_healed") - healed
+    assert moved >= 32 * MIB, "the node that is drained sent all of it"
+    assert moved / took_s < 1.2 * HEAL_MIB_PER_S * MIB
+    assert not undrain(four, 1).draining
 
 
 def test_a_node_that_nobody_knows_is_not_drained(shared_four: Cluster) -> None:

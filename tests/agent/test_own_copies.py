@@ -25,7 +25,9 @@ async def test_a_coordinator_that_forgot_is_told_although_a_copy_was_lacking_whe
     async def confirm(job: str, node_id: str) -> None:
         pass
 
-    replicator: Any = SimpleNamespace(unacknowledged=lambda *_: list(lacking), ensure=lambda *_: None)
+    replicator: Any = SimpleNamespace(
+        unacknowledged=lambda *_: list(lacking), ensure=lambda *_: None, may_be_whole=lambda *_: True
+    )
     jobs: Any = SimpleNamespace(epoch=lambda _: 1, buddies=lambda _: ("n1",), acting=lambda _, node_id: node_id)
     store: Any = SimpleNamespace(
         is_protected=lambda _: False,

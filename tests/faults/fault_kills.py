@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fault_course import Course, check_recovery, recover, save
-from fault_model import History, check_index
+from fault_model import History, check_index, is_healed
 from fault_nodes import CaseFailedError, Cluster, Node, Process, stop_reached, wait_until
 from fault_table import Line
 from fault_trainer import LARGE
@@ -26,6 +26,7 @@ DEADLINE_S = 20.0
 REACH_S = 30.0
 END_S = 150.0
 ORDER_S = 10.0
+HEALED_S = 90.0
 # Of its store, a restarted agent has this much mapped and touched at most: no payload is read for the index.
 MAX_TOUCHED = 1 << 20
 
@@ -34,13 +35,14 @@ TRAINER_POINTS = frozenset(name for name, what in POINTS.items() if what.startsw
 # Reached by a node that brings a lost node's objects back, and (the last) by the holder that serves them.
 PULL_POINTS = ("pull.block", "pull.verified", "pull.sealed", "ingest.written", "ingest.named", "pull.serving")
 LOAD_POINTS = ("lookup.answered", "lookup.kept", "load.planned", "load.retrieved")
+HEAL_POINTS = tuple(name for name in POINTS if name.startswith("heal."))
 RESTART_POINTS = ("restart.rebuilding", "restart.rebuilt", "restart.publishing", "restart.resumed")
 _OF_FIRST = ("trainer:", "agent:", "coordinator's agent:", "the segment", "the object")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What dies, and when. `during`: save, recover, restart, or alone (a save while the node's agent is away)."""
+    """What dies, and when. `during`: save, recover, heal, restart, or alone (a save while the node's agent is away)."""
 
     during: str
     point: str
@@ -57,6 +59,8 @@ class Case:
         """The number of the node: n0 coordinates, n0 holds copies of n2's objects."""
         if self.during == "recover":
             return 0 if self.point in ("pull.serving", "epoch.stored") else 2
+        if self.during == "heal":
+            return 0
         return (
             0 if POINTS[self.point].startswith(("trainer", "agent", "coordinator", "the segment", "the object")) else 1
         )
@@ -69,7 +73,7 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     """The matrix."""
-    special = (*LOAD_POINTS, *RESTART_POINTS, "epoch.stored")
+    special = (*LOAD_POINTS, *RESTART_POINTS, *HEAL_POINTS, "epoch.stored")
     for point in POINTS:
         if point not in special:
             yield from (Case("save", point, death) for death in DEATHS)
@@ -80,6 +84,8 @@ def all_cases() -> Iterator[Case]:
         yield Case("save", "drop.recycled", death, 3)
     for point in (*LOAD_POINTS, *PULL_POINTS):
         yield from (Case("recover", point, death) for death in DEATHS)
+    for point in HEAL_POINTS:
+        yield from (Case("heal", point, death) for death in DEATHS)
     for point in ("epoch.stored", *RESTART_POINTS):
         during = "recover" if point == "epoch.stored" else "restart"
         yield from (Case(during, point, death) for death in ("agent", "both", "node"))
@@ -144,13 +150,16 @@ class Matrix:
         made, victim = self._made, self._made.nodes[case.victim]
         if case.during == "recover":
             course = self._begin_recovery(victim, case)
+        elif case.during == "heal":
+            course = self._begin_healing(victim, case)
         elif case.during == "restart":
             course = self._begin_restart(victim, case)
         else:
             course = self._begin_save(victim, case)
         self._die(victim, case)
-        lost_memory = case.death == "node" or case.during == "recover"
-        beyond = case.death == "node" and case.during == "recover" and case.victim != 2
+        is_lost = case.during in ("recover", "heal")
+        lost_memory = case.death == "node" or is_lost
+        beyond = case.death == "node" and is_lost and case.victim != 2
         if case.death == "agent":
             # Nobody else is started again: the trainers go on as soon as there is an agent.
             made.start_agents([victim])
@@ -163,6 +172,10 @@ class Matrix:
             course.join(END_S)
             made.start_agents([node for node in made.nodes if node.agent is None])
             made.enter()
+        if case.during == "heal" and not beyond:
+            # Before anything is loaded, which would bring it to every node.
+            newest = self._history.saves[-1].version
+            wait_until(lambda: is_healed(made.nodes, newest, 2), f"{newest} has all its copies again", HEALED_S)
         found = check_recovery(made, self._history, lost_memory=lost_memory, beyond=beyond)
         self._lost = self._history.lost(found)
         newest = save(made, self._history).version
@@ -224,6 +237,18 @@ class Matrix:
             recover(made)
 
         return Course(work)
+
+    def _begin_healing(self, victim: Node, case: Case) -> Course:
+        """n2 was lost with its memory, and its replacement is given what it had, while nobody loads anything."""
+        made = self._made
+        for node in made.nodes:
+            node.kill_trainer()
+        self._arm_agent(victim, case)
+        victim.wait_agent()
+        made.nodes[2].lose()
+        made.nodes[2].launch_agent()
+        made.nodes[2].wait_agent()
+        return Course(made.enter)
 
     def _begin_restart(self, victim: Node, case: Case) -> Course:
         """The agent was killed, and its trainer waits for the next one."""

@@ -88,6 +88,16 @@ def newest_recoverable(nodes: Iterable[Node]) -> ContainerVersion | None:
     return None
 
 
+def is_healed(nodes: Iterable[Node], version: ContainerVersion, copies: int) -> bool:
+    """By the files of these nodes: each object of the container is held whole by so many of them."""
+    stores = [node.paths for node in nodes if node.root.exists()]
+    found = [stored for paths in stores for stored in _manifests(paths) if stored.version == version]
+    return bool(found) and all(
+        sum(_holds(paths, version, entry.name, entry.size, entry.crc32c) for paths in stores) >= copies
+        for entry in manifest_from_bytes(found[0].data).entries
+    )
+
+
 def _manifests(paths: StorePaths) -> list[StoredManifest]:
     while True:
         # Its agent may be dropping some of them.

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from fault_course import recover, save
+from fault_kills import HEAL_POINTS
 from fault_model import History
-from fault_nodes import Cluster, Process, cluster, environment
+from fault_nodes import Cluster, Process, cluster, environment, wait_until
 
 import replicator
 from replicator.errors import ConfigError
@@ -80,5 +81,10 @@ def test_every_point_is_reached(noting: Cluster) -> None:
     noting.start_agents(noting.nodes[2:])
     noting.enter()
     assert recover(noting) == history.saves[-1].version
+    # Once more, and nobody loads: the replacement is given its copies.
+    noting.nodes[2].lose()
+    noting.start_agents(noting.nodes[2:])
+    noting.enter()
+    wait_until(lambda: set(HEAL_POINTS) <= Process.noted, f"all of {HEAL_POINTS} are reached", 60.0)
     assert POINTS.keys() - Process.noted == set()
     assert not Process.complaints

@@ -13,6 +13,7 @@ QUICK = (
     Case("save", "seal.after_rename", "agent"),
     Case("save", "commit.sent", "node"),
     Case("recover", "pull.block", "agent"),
+    Case("heal", "heal.copied", "agent"),
     Case("restart", "restart.rebuilding", "agent"),
 )
 
