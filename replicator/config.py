@@ -26,7 +26,15 @@ from replicator.ids import Labels, validate_labels, validate_node_id
 
 ENV_PREFIX = "REPLICATOR_"
 # No settings of the agent: read by the trainer's library (replicator.client) or, the last, by `faultpoints`.
-CLIENT_ENV = frozenset({"REPLICATOR_JOB", "REPLICATOR_AGENT_CONFIG", "REPLICATOR_SOCKET", "REPLICATOR_FAULTPOINT"})
+CLIENT_ENV = frozenset(
+    {
+        "REPLICATOR_JOB",
+        "REPLICATOR_AGENT_CONFIG",
+        "REPLICATOR_SOCKET",
+        "REPLICATOR_FAULTPOINT",
+        "REPLICATOR_PARENT_SESSION",
+    }
+)
 PLACEMENTS = ("group", "pairwise", "ring", "explicit")
 BuddyMap = tuple[tuple[str, tuple[str, ...]], ...]
 """Nodes and their buddies, sorted by node."""

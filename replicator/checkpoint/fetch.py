@@ -102,6 +102,10 @@ class Fetcher:
         if again:
             self.read(again, planner)
 
+    def keep(self, name: str) -> None:
+        """Bring all of an object into this node's store after the load."""
+        self._behind.setdefault(name, self._source(name))
+
     def _source(self, name: str) -> ObjectSource:
         try:
             return self._sources[name]

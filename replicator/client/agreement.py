@@ -61,12 +61,27 @@ class Ranks(Protocol):
         """The value of a key, DeadlineExceededError when nobody posted it in time."""
         ...
 
+    def first(self, key: str, value: bytes) -> bytes:
+        """The value of the rank that called this first with the key, the same on all ranks. ASCII, at most 1 MiB."""
+        ...
+
+    def append(self, key: str, value: bytes) -> None:
+        """Add a value to a list that all ranks share."""
+        ...
+
+    def collect(self, key: str, deadline_s: float) -> list[bytes]:
+        """All that ranks, this one too, have appended until now; the list is empty afterwards."""
+        ...
+
 
 class SingleRank:
     """A process that is alone."""
 
     rank = 0
     world_size = 1
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[bytes]] = {}
 
     def agree(
         self,
@@ -85,6 +100,15 @@ class SingleRank:
 
     def read(self, key: str, deadline_s: float) -> bytes:
         raise DeadlineExceededError.of(key, "another rank, where there is none", 0.0)
+
+    def first(self, key: str, value: bytes) -> bytes:
+        return value
+
+    def append(self, key: str, value: bytes) -> None:
+        self._lists.setdefault(key, []).append(value)
+
+    def collect(self, key: str, deadline_s: float) -> list[bytes]:
+        return self._lists.pop(key, [])
 
 
 class StoreRanks:
@@ -184,6 +208,26 @@ class StoreRanks:
 
     def read(self, key: str, deadline_s: float) -> bytes:
         return self._take(f"{self._name}/{key}", deadline_s, time.monotonic(), key)
+
+    def first(self, key: str, value: bytes) -> bytes:
+        return bytes(self._store.compare_set(f"{self._name}/{key}", "", value.decode("ascii")))
+
+    def append(self, key: str, value: bytes) -> None:
+        index = self._store.add(f"{self._name}/{key}/length", 1)
+        self._put(f"{self._name}/{key}/{index}", value)
+
+    def collect(self, key: str, deadline_s: float) -> list[bytes]:
+        length = self._store.add(f"{self._name}/{key}/length", 0)
+        started = time.monotonic()
+        values = []
+        for index in range(1, length + 1):
+            item = f"{self._name}/{key}/{index}"
+            if not self._wait([item], deadline_s - (time.monotonic() - started)):
+                raise DeadlineExceededError.of(f"item {index} of {key}", "the rank that announced it", deadline_s)
+            values.append(self._get(item))
+            self._delete(item)
+        self._store.delete_key(f"{self._name}/{key}/length")
+        return values
 
     def _gather(self, key: str, mine: bytes, deadline_s: float, started: float, what: str) -> list[bytes]:
         keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]

@@ -94,6 +94,7 @@ class Connection:
         """One call with one request and one reply, which may travel in parts.
 
         Args:
+            method: of LocalService, or `Service/Method`.
             awaited: what the reply is, for the error message.
 
         Raises:
@@ -103,7 +104,8 @@ class Connection:
         """
         if self.lost.is_set():
             raise AgentUnavailableError(f"{self.whom} is not reachable; a new connection is being tried")
-        function = parts.stub(self._channel, f"LocalService/{method}", type(request), reply_type)
+        path = method if "/" in method else f"LocalService/{method}"
+        function = parts.stub(self._channel, path, type(request), reply_type)
         with self._counted():
             try:
                 reply = function(request, deadline_s)

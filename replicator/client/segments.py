@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -181,6 +182,11 @@ class SegmentObject:
 
     def flush(self) -> None:
         """Nothing is held back."""
+
+    @property
+    def path(self) -> Path:
+        """The file that is written to at the moment."""
+        return self._segments.agent.paths.segment(self._writer.mapped.name)
 
     @property
     def info(self) -> ObjectInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replicator.client import inherit
 from replicator.client.agreement import Ranks, is_distributed, known_ranks, meet_ranks
 from replicator.client.job import find_job
 from replicator.client.local_agent import LocalAgent
@@ -35,6 +37,7 @@ from replicator.ids import (
     CheckpointContainerId,
     ContainerVersion,
     NodeAddress,
+    NodeIdentity,
     ObjectVersion,
     make_generation,
     split_generation,
@@ -69,6 +72,21 @@ class SessionSpec:
     backpressure: str = "skip"
     placement: AgreedPlacement | None = None
     nonce: str = ""  # known to all ranks of this incarnation, and never used before
+
+    def to_json(self) -> bytes:
+        members = [(one.node_id, one.identity.incarnation, one.grpc_address, one.labels) for one in self.members]
+        placement = None if self.placement is None else self.placement.to_json()
+        return json.dumps({**dataclasses.asdict(self), "members": members, "placement": placement}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> SessionSpec:
+        found = json.loads(data)
+        found["members"] = tuple(
+            NodeAddress(NodeIdentity(node_id, incarnation), address, tuple((level, value) for level, value in labels))
+            for node_id, incarnation, address, labels in found["members"]
+        )
+        found["placement"] = None if found["placement"] is None else AgreedPlacement.from_json(found["placement"])
+        return cls(**found)
 
 
 class Session:
@@ -265,15 +283,27 @@ class Session:
         self._lone_generation = make_generation(epoch, attempt)
         return ContainerVersion(container, self._lone_generation)
 
-    def follow(self, container: CheckpointContainerId, told: ContainerVersion) -> ContainerVersion:
+    @property
+    def newest_generation(self) -> int:
+        """Of the last save that this rank took part in; the same on all ranks between saves."""
+        with self._lock:
+            return self._generation
+
+    def follow(self, container: CheckpointContainerId, told: ContainerVersion | None) -> ContainerVersion:
         """The generation that the coordinator began for this save, which told `told`, maybe long ago.
 
         Generations only grow, so one that this rank has not used yet is the one of now.
+
+        Args:
+            told: None, when nothing was told; then the coordinator must have begun this save already.
+
+        Raises:
+            DeadlineExceededError: it has begun none of this container.
         """
         self.agent.check()
         with self._lock:
-            generation = told.generation
-            if generation <= self._generation:
+            generation = -1 if told is None else told.generation
+            if told is None or generation <= self._generation:
                 posted = self.ranks.read(_generation_key(container), self.deadline_s)
                 generation, told = int(posted), ContainerVersion(container, int(posted))
             self._generation = max(self._generation, generation)
@@ -296,6 +326,7 @@ class Session:
         with _sessions_lock:
             if _sessions.get(_key(self._spec)) is self:
                 del _sessions[_key(self._spec)]
+        inherit.withdraw(self._spec.to_json())
         self.agent.close()
 
     def __enter__(self) -> Session:
@@ -335,14 +366,22 @@ def open_session() -> Session | None:
 def current_session(job: str | None = None) -> Session:
     """`open_session`, or a new one from `init()` when there is none. Raises the errors of `init`.
 
+    In a process that one with a session has started, to save in the background, it is that session, not a new one.
+
     Args:
         job: only a session of this job will do.
     """
     if job is None:
-        return open_session() or init()
-    with _sessions_lock:
-        mine = [one for key, one in _sessions.items() if key[-1] == os.getpid() and one.job == job]
-    return mine[-1] if mine else init(job)
+        found = open_session()
+    else:
+        with _sessions_lock:
+            mine = [one for key, one in _sessions.items() if key[-1] == os.getpid() and one.job == job]
+        found = mine[-1] if mine else None
+    if found is None and (inherited := inherit.inherited()) is not None:
+        spec = SessionSpec.from_json(inherited)
+        if job in (None, spec.job):
+            found = attach(spec)
+    return found or init(job)
 
 
 def _key(spec: SessionSpec) -> tuple[str, str, int, int]:
@@ -480,6 +519,7 @@ def init(
             if note:
                 logger.warning("%s", note)
         logger.info("job %s, epoch %d, %d nodes (job name from %s)", spec.job, epoch, len(nodes), name.origin)
+    inherit.announce(spec.to_json())
     return Session(agents[0], spec, ranks)
 
 
