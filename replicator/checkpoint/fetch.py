@@ -78,6 +78,10 @@ class Fetcher:
             behind = list(self._behind.values())
             retrieve_later(session.agent, self._version, behind, session.epoch, session.deadline_s)
 
+    def keep(self, name: str) -> None:
+        """Bring all of an object into this node's store after the load."""
+        self._behind.setdefault(name, self._source(name))
+
     def read_bytes(self, name: str) -> bytearray:
         """All of an object. Raises like `read`."""
         reading = BytesReading(self._source(name).size)
@@ -101,10 +105,6 @@ class Fetcher:
         again = {name: assembly.again for name, assembly in work.items() if assembly.again}
         if again:
             self.read(again, planner)
-
-    def keep(self, name: str) -> None:
-        """Bring all of an object into this node's store after the load."""
-        self._behind.setdefault(name, self._source(name))
 
     def _source(self, name: str) -> ObjectSource:
         try:
