@@ -31,6 +31,7 @@ from replicator.decide.types import ObjectSource
 from replicator.errors import CorruptObjectError, ObjectNotFoundError, StoreFullError
 from replicator.native import COPY_THREADS, combine_blocks
 from replicator.store.reader import ObjectReader, open_object
+from replicator.store.segment import MappedSegment
 
 logger = logging.getLogger("replicator.checkpoint")
 
@@ -61,7 +62,9 @@ class Fetcher:
         self._sources = {source.name: source for source in plan.sources}
         self._threads = threads
         self._open: dict[str, ObjectReader] = {}
-        self._ring = WindowRing(session.segments, self._version, session.epoch, session.deadline_s)
+        # As an observer of another job: its epoch is its own affair.
+        self._epoch = session.epoch if self._version.container.job == session.job else 0
+        self._ring = WindowRing(session.segments, self._version, self._epoch, self._scratch, session.deadline_s)
         self._expected: set[str] = set()
         self._behind: dict[str, ObjectSource] = {}
         self.pulled: list[Pulled] = []
@@ -76,7 +79,7 @@ class Fetcher:
         if self._behind:
             session = self._session
             behind = list(self._behind.values())
-            retrieve_later(session.agent, self._version, behind, session.epoch, session.deadline_s)
+            retrieve_later(session.agent, self._version, behind, self._epoch, session.deadline_s)
 
     def keep(self, name: str) -> None:
         """Bring all of an object into this node's store after the load."""
@@ -105,6 +108,9 @@ class Fetcher:
         again = {name: assembly.again for name, assembly in work.items() if assembly.again}
         if again:
             self.read(again, planner)
+
+    def _scratch(self, capacity: int) -> MappedSegment:
+        return self._session.segments.scratch(self._session.job, capacity, self._session.epoch)
 
     def _source(self, name: str) -> ObjectSource:
         try:
@@ -264,7 +270,7 @@ class Fetcher:
 
     def _retrieve(self, sources: Sequence[ObjectSource]) -> None:
         session = self._session
-        retrieved = retrieve(session.agent, self._version, sources, session.epoch, session.deadline_s)
+        retrieved = retrieve(session.agent, self._version, sources, self._epoch, session.deadline_s)
         for source, one in zip(sources, retrieved, strict=True):
             if not one.was_local:
                 self.pulled.append(Pulled(source.name, source.size, one.source_node_id, one.lane, True))

@@ -35,6 +35,7 @@ class ReplicatedStorageReader(StorageReader):
         plan: from `session.lookup()`: load exactly this. Otherwise the load looks it up, and under torch.distributed
             all ranks of the session must load together; with a plan, ranks may also load one by one
             (`no_dist=True`) or in a process group of their own.
+        prefix: of the names of the objects, when the container was saved in parts, for instance "model/".
         threads: that copy and check; default: as many as there are processors, at most 4.
 
     Attributes:
@@ -47,6 +48,7 @@ class ReplicatedStorageReader(StorageReader):
         step: int | None = None,
         plan: Plan | None = None,
         *,
+        prefix: str = "",
         threads: int | None = None,
     ) -> None:
         super().__init__()
@@ -58,6 +60,7 @@ class ReplicatedStorageReader(StorageReader):
         self._step = step
         self._given = plan
         self._plan = plan
+        self.prefix = prefix
         self._threads = threads or COPY_THREADS
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
@@ -81,12 +84,12 @@ class ReplicatedStorageReader(StorageReader):
         """Raises NoRecoverableCheckpointError when there is nothing to load, with the reason."""
         plan = self._plan = self._given or self.session.lookup(self._step)
         with Fetcher(self.session, plan, self._threads) as fetcher:
-            data = fetcher.read_bytes(METADATA_NAME)
+            data = fetcher.read_bytes(self.prefix + METADATA_NAME)
             self.pulled = list(fetcher.pulled)
         metadata = pickle.loads(data)
         if not isinstance(metadata, Metadata):
             raise CorruptObjectError(
-                f"{plan.version}/{METADATA_NAME} is a {type(metadata).__name__}, not DCP's Metadata"
+                f"{plan.version}/{self.prefix}{METADATA_NAME} is a {type(metadata).__name__}, not DCP's Metadata"
             )
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -117,7 +120,7 @@ class ReplicatedStorageReader(StorageReader):
         by_object: dict[str, list[Reading]] = {}
         for request in plan.items:
             info: _StorageInfo = self._metadata.storage_data[request.storage_index]
-            by_object.setdefault(info.relative_path, []).append(reading_of(request, info, saved))
+            by_object.setdefault(self.prefix + info.relative_path, []).append(reading_of(request, info, saved))
         with Fetcher(self.session, self.plan, self._threads) as fetcher:
             fetcher.read(by_object, planner)
             self.pulled += fetcher.pulled

@@ -11,7 +11,6 @@ import dataclasses
 import io
 import logging
 import pickle
-import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,19 +25,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from replicator.checkpoint.committing import WAITS, SaveInParts, WaitFor, commit, give_up, log_failure, wait_for_commit
 from replicator.checkpoint.items import Gathering, write_item
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
 from replicator.checkpoint.staging import Stager
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, template_of
-from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
+from replicator.client.outstanding import CommitInfo, ReplicaInfo
 from replicator.client.segments import SegmentObject
 from replicator.client.session import Session, current_session, open_session
-from replicator.decide.types import Manifest, ManifestEntry
+from replicator.decide.types import ManifestEntry
 from replicator.errors import (
     ConfigError,
-    DeadlineExceededError,
     ReplicatorError,
-    SaveSkippedError,
     StaleEpochError,
     UnsupportedError,
 )
@@ -47,8 +45,6 @@ from replicator.ids import CheckpointContainerId, ContainerVersion
 logger = logging.getLogger("replicator.checkpoint")
 
 Backpressure = Literal["skip", "block"]
-WaitFor = Literal["seal", "commit", "protected"]
-_WAITS = ("seal", "commit", "protected")
 # `commit` and `protected` wait for transfers of any size; each object has a deadline of its own at the agents.
 _WAIT_DEADLINES = 20
 
@@ -92,6 +88,9 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         backpressure: when saves come faster than their copies are made, `skip` those in between, or `block` until at
             most one lacks copies; default: the session's. The coordinator's counts.
         resumable: whether a job can go on from what this writer saves; False, for instance, for the model alone.
+        prefix: of the names of this writer's objects, for instance "model/".
+        part_of: a save of several parts in one container, which whoever made it commits; then `checkpoint_id`,
+            `wait_for`, `resumable` and the futures of the commit are of no use here.
 
     Attributes:
         replica_futures: of this rank's last save, one per object and buddy.
@@ -112,10 +111,12 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         wait_deadline_s: float | None = None,
         backpressure: Backpressure | None = None,
         resumable: bool = True,
+        prefix: str = "",
+        part_of: SaveInParts | None = None,
     ) -> None:
         super().__init__()
-        if wait_for not in _WAITS:
-            raise ConfigError(f"wait_for: expected one of {', '.join(_WAITS)}, found {wait_for!r}")
+        if wait_for not in WAITS:
+            raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {wait_for!r}")
         if thread_count < 1:
             raise ConfigError(f"thread_count: expected 1 or more, found {thread_count}")
         if backpressure not in (None, "skip", "block"):
@@ -130,6 +131,8 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         self.wait_deadline_s = wait_deadline_s
         self.backpressure = backpressure
         self.resumable = resumable
+        self.prefix = prefix
+        self.part_of = part_of
         self.replica_futures: list[Future[ReplicaInfo]] = []
         self.commit_future: Future[CommitInfo] | None = None
         self.protected_future: Future[CommitInfo] | None = None
@@ -159,7 +162,10 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if (self.backpressure or self.session.backpressure) == "block":
             self.session.keep_pace(self._wait_s)
-        self._begun = self.session.begin(self._container(), saver=self)
+        if self.part_of is not None:
+            self._begun = self.part_of.begin()
+        else:
+            self._begun = self.session.begin(self._container(), saver=self)
         return [
             dataclasses.replace(plan, storage_data=_Turn(self._begun, f"__{rank}_")) for rank, plan in enumerate(plans)
         ]
@@ -190,14 +196,20 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         if version is None:
             raise ConfigError("finish() was called before prepare_global_plan()")
         try:
-            futures = self._commit(version, metadata, results)
+            entries = self._finish_part(version, metadata, results)
+            if self.part_of is not None:
+                self.part_of.add(entries)
+                return
+            futures = commit(self.session, version, entries, len(results), self.resumable)
         except Exception:
             self._give_up()
             raise
         self.commit_future, self.protected_future = futures.committed, futures.protected
-        self._await(version, futures)
+        wait_for_commit(self.session, version, futures, self.wait_for, self._wait_s)
 
-    def _commit(self, version: ContainerVersion, metadata: Metadata, results: list[list[WriteResult]]) -> CommitFutures:
+    def _finish_part(
+        self, version: ContainerVersion, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> list[ManifestEntry]:
         entries: list[ManifestEntry] = []
         storage_data: dict[MetadataIndex, _StorageInfo] = {}
         for result in (one for rank in results for one in rank):
@@ -212,26 +224,11 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
         entries.append(self._write_bytes(version, METADATA_NAME, pickle.dumps(metadata)))
-        manifest = Manifest(
-            version=version,
-            epoch=self.session.epoch,
-            coordinator_node_id=self.session.node.node_id,
-            replicas=self.session.replicas,
-            world_size=len(results),
-            created_unix_ms=time.time_ns() // 1_000_000,
-            entries=tuple(sorted(entries, key=lambda entry: entry.name)),
-            resumable=self.resumable,
-        )
-        return self.session.commit(manifest)
+        return entries
 
     def _give_up(self) -> None:
-        """On the coordinator: the save has failed for all ranks, and what they wrote need not be kept."""
-        if self._begun is None:
-            return
-        try:
-            self.session.abandon(self._begun)
-        except ReplicatorError as error:
-            logger.warning("%s failed, and what was written of it is kept: %s", self._begun, error)
+        if self._begun is not None:
+            give_up(self.session, self._begun)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
@@ -275,6 +272,8 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         return state
 
     def _container(self) -> CheckpointContainerId:
+        if self.part_of is not None:
+            return self.part_of.container
         if self._checkpoint_id is None:
             raise ConfigError(
                 "expected a checkpoint_id that names the step, found none; give dcp.save one like 'step-100'"
@@ -317,7 +316,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         size = sum(blob.getbuffer().nbytes for _, blob in blobs) + sum(_tensor_bytes(item) for item in tensors)
         results: list[WriteResult] = []
-        with self.session.create(version.object(name), size) as sink:
+        with self.session.create(version.object(self.prefix + name), size) as sink:
             gathering = Gathering(sink)
 
             def write(item: WriteItem, data: Any) -> None:
@@ -332,7 +331,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         return results, self._replicate(sink)
 
     def _write_bytes(self, version: ContainerVersion, name: str, data: bytes) -> ManifestEntry:
-        with self.session.create(version.object(name), len(data)) as sink:
+        with self.session.create(version.object(self.prefix + name), len(data)) as sink:
             sink.write(data)
         return self._replicate(sink)
 
@@ -347,43 +346,12 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         else:
             self.replica_futures += futures
             for future in futures:
-                future.add_done_callback(self._log_failure)
+                future.add_done_callback(log_failure(self.session))
         return ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)
-
-    def _log_failure(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if isinstance(error, SaveSkippedError):
-            return  # said once, of the whole container
-        # After the end of the session nobody listens any more; the agents go on.
-        if error is not None and not self.session.agent.closed:
-            logger.warning("%s", error)
-
-    def _log_skip(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if isinstance(error, SaveSkippedError):
-            logger.warning("%s", error)
 
     @property
     def _wait_s(self) -> float:
         return self.wait_deadline_s or _WAIT_DEADLINES * self.session.deadline_s
-
-    def _await(self, version: ContainerVersion, futures: CommitFutures) -> None:
-        if self.wait_for == "seal":
-            futures.committed.add_done_callback(self._log_failure)
-            futures.protected.add_done_callback(self._log_skip)
-            return
-        deadline_s = self._wait_s
-        future = futures.committed if self.wait_for == "commit" else futures.protected
-        try:
-            future.result(deadline_s)
-        except TimeoutError as error:
-            if isinstance(error, ReplicatorError):
-                raise
-            raise DeadlineExceededError.of(
-                f"{version} to be {'committed' if self.wait_for == 'commit' else 'protected'}",
-                "the agents of the job",
-                deadline_s,
-            ) from None
 
 
 def _tensor_bytes(item: WriteItem) -> int:

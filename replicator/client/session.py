@@ -142,10 +142,14 @@ class Session:
                 self._apart[purpose] = self.ranks.apart(purpose)
             return self._apart[purpose]
 
-    def lookup(self, step: int | None = None) -> Plan:
+    def lookup(self, step: int | None = None, job: str | None = None) -> Plan:
         """Which checkpoint to load: the newest recoverable one, or only `step`. The same on all ranks.
 
         Every rank must call it. A plan that found nothing is a plan too; its `reason` says why.
+
+        Args:
+            job: another job, whose checkpoint is to be read; this node's agent must have been in it, or be told of an
+                agent that was. Nothing changes for that job, running or not.
 
         Raises:
             InvalidIdError: `step` cannot be one. On all ranks.
@@ -153,16 +157,17 @@ class Session:
             AgentUnavailableError, DeadlineExceededError: the agent, or a rank, did not come. On all ranks.
         """
         self.agent.check()
+        epoch = self.epoch if job in (None, self.job) else 0
 
         def ask(_: object) -> bytes:
             if step is not None:
                 validate_step(step)
-            return lookup(self.agent, self.job, self.epoch, self.deadline_s / 3, step).SerializeToString()
+            return lookup(self.agent, job or self.job, epoch, self.deadline_s / 3, step).SerializeToString()
 
         answer = self.ranks.agree("the recovery plan", bytes, ask, AGREEMENT_DEADLINES * self.deadline_s)
         plan = plan_from_pb(types_pb2.Plan.FromString(answer))
         if plan.version is not None:
-            keep(self.agent, plan.version, self.epoch)
+            keep(self.agent, plan.version, epoch)
             reach("load.planned")
         return plan
 

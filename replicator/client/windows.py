@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -82,14 +82,24 @@ class WindowRing:
     """For one load. Not thread-safe. After `close` no memory of it stays reserved.
 
     Args:
+        epoch: of the job, whose own the container is; 0 for that of another job, which is only read here.
+        reserve: scratch memory of at least so many bytes; raises as `Segments.scratch` does.
         deadline_s: without progress for this long, a source, or the agent, is given up.
     """
 
-    def __init__(self, segments: Segments, version: ContainerVersion, epoch: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        version: ContainerVersion,
+        epoch: int,
+        reserve: Callable[[int], MappedSegment],
+        deadline_s: float,
+    ) -> None:
         self._segments = segments
         self._agent = segments.agent
         self._version = version
         self._epoch = epoch
+        self._reserve = reserve
         self._deadline_s = deadline_s
         self._window_bytes = WINDOW_BYTES
         self._slots = SLOTS
@@ -286,8 +296,7 @@ class WindowRing:
                 if scratch.capacity >= size:
                     return scratch
                 self._segments.give_back(scratch.name)
-        job = self._version.container.job
-        return self._segments.scratch(job, max(size, self._largest), self._epoch)
+        return self._reserve(max(size, self._largest))
 
     def _ask(self, call: _Call, scratch: MappedSegment) -> local_pb2.WindowEvent:
         source = call.source
