@@ -69,6 +69,27 @@ def test_an_answer_of_many_pieces(ranks: list[StoreRanks]) -> None:
     assert on_all(ranks, body) == [large] * WORLD
 
 
+def test_the_first_value_counts_and_a_list_is_of_all(ranks: list[StoreRanks]) -> None:
+    firsts = on_all(ranks, lambda one: one.first("word", b"of %d" % one.rank))
+    assert len(set(firsts)) == 1
+    assert firsts[0] in [b"of %d" % rank for rank in range(WORLD)]
+
+    def append(one: Ranks) -> None:
+        for number in range(3):
+            one.append("list", b"%d.%d" % (one.rank, number))
+
+    for _ in range(2):
+        assert ranks[0].collect("list", 20) == []
+        on_all(ranks, append)
+        every = [b"%d.%d" % (rank, number) for rank in range(WORLD) for number in range(3)]
+        assert sorted(ranks[0].collect("list", 20)) == every
+    alone = SingleRank()
+    alone.append("list", b"1")
+    assert alone.first("word", b"2") == b"2"
+    assert alone.collect("list", 1) == [b"1"]
+    assert alone.collect("list", 1) == []
+
+
 def test_an_error_of_one_rank_reaches_all(ranks: list[StoreRanks]) -> None:
     """F41: never one rank with an answer and another with an error."""
 
