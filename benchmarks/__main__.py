@@ -112,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     for name in names:
         settings.log(f"{name} ...")
+        began = time.monotonic()
         results += run_measurement(name, settings)
+        settings.log(f"  {time.monotonic() - began:.0f} s")
         if options.json:
             # After each one, so that an interrupted run leaves what it has.
             write_json(results, options.json)

@@ -15,6 +15,7 @@ from benchmarks.worker import Role
 from benchmarks.workload import differing, mixed_state, state_bytes, zeros_like
 from replicator.checkpoint.reader import ReplicatedStorageReader
 from replicator.checkpoint.writer import ReplicatedStorageWriter
+from replicator.client.plan import Plan
 
 
 class TimedWriter(ReplicatedStorageWriter):
@@ -102,6 +103,35 @@ class TimedReader(ReplicatedStorageReader):
         future.wait()
         self.read_s = time.perf_counter() - start
         return future
+
+
+class RestoreRole(TrainerRole):
+    """Loads the mixed state on a node that has nothing of it."""
+
+    def __init__(self, size: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._target = zeros_like(mixed_state(size))
+        self._plan: Plan | None = None
+
+    def plan(self) -> None:
+        """Look up the newest step, after all of the last one is here: nothing goes on in the background."""
+        if self._plan is not None:
+            self.session.replication.sync_bulk_retrieve(self._plan)
+        self._plan = self.session.lookup()
+        self._plan.require()
+
+    def run(self, retrieve: bool) -> float:
+        """Seconds of `dcp.load`; with `retrieve` of bringing all objects into this node's store before it."""
+        assert self._plan is not None
+        reader = ReplicatedStorageReader(self.session, plan=self._plan)
+        start = time.perf_counter()
+        if retrieve:
+            self.session.replication.sync_bulk_retrieve(self._plan)
+        load(self._target, storage_reader=reader, no_dist=True)
+        elapsed = time.perf_counter() - start
+        if bool(reader.pulled) == retrieve:
+            raise RuntimeError(f"expected the load to bring {'nothing' if retrieve else 'it all'} from other nodes")
+        return elapsed
 
 
 class LoadRole(TrainerRole):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,15 @@ class Agent:
         return "\n".join((self.root / "agent.log").read_text(errors="replace").splitlines()[-12:])
 
 
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the new process: the kernel ends it when the program dies, whatever it dies of."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 def start_agents(count: int, settings: Settings, flags: Sequence[str] = (), prefix: str = "node") -> list[Agent]:
     """Start agents and wait until all are ready.
 
@@ -76,6 +87,7 @@ def start_agents(count: int, settings: Settings, flags: Sequence[str] = (), pref
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
+                    preexec_fn=_end_with_parent,
                     env={**os.environ, **ENVIRONMENT},
                 )
             agents.append(Agent(root.name, root, process, {}))

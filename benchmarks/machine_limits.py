@@ -12,13 +12,18 @@ def measure_limits(settings: Settings) -> list[Result]:
     """Copies and raw TCP, recycled and fresh memory, one and two at once, and the system's congestion control."""
     size, directory, congestion = settings.size, settings.directory, settings.congestion
     tcp = "raw TCP, 2 connections"
-    with closing_all() as contenders:
+    # Copies and connections stand each for itself, so one group needs not wait for the other's memory.
+    with closing_all() as copies:
         once = copy("memcpy into a mapped recycled segment", directory, size)
-        contenders += [
+        copies += [
             once,
             Sibling("memcpy by 2 threads into a mapped recycled segment", once, threads=2),
             Sibling("memcpy into a fresh file", once, fresh=True),
             Sibling("memcpy by 2 threads into a fresh file", once, threads=2, fresh=True),
+        ]
+        series = measure(copies, settings)
+    with closing_all() as contenders:
+        contenders += [
             Tcp("raw TCP, 1 connection", directory, size, 1, congestion),
             Tcp(tcp, directory, size, 2, congestion),
             Tcp(f"{tcp}, into a fresh file", directory, size, 2, congestion, recycled=False),
@@ -27,8 +32,8 @@ def measure_limits(settings: Settings) -> list[Result]:
         if congestion:
             contenders.append(Tcp(f"{tcp}, the system's congestion control", directory, size, 2))
             names.append("tcp_2_system")
-        series = measure(contenders, settings)
+        series.update(measure(contenders, settings))
     return [
         rate_result(f"limit_{name}", contender.name, size, series[contender.name])
-        for name, contender in zip(names, contenders, strict=True)
+        for name, contender in zip(names, [*copies, *contenders], strict=True)
     ]

@@ -21,18 +21,22 @@ def measure_replicate(settings: Settings) -> list[Result]:
             Tcp(_raw_name(settings), settings.directory, size, settings.connections, settings.congestion),
             Trainer("our replication", "trainer:ObjectsRole", settings, nodes=2, size=size, replicas=1),
         ]
-        peers = start_transfer_peers(settings)
-        contenders += peers.pairs.values()
         series = measure(contenders, settings)
-    raw, own = (series[contender.name] for contender in contenders[:2])
-    rows = [
-        rate_result(
-            "replicate", "replicate, offer to verified seal, CRC included", size, own, raw, bar=ratio_at_least(0.85)
-        ),
-        _cpu_row(size, own, raw),
-    ]
-    for key in TRANSFER_PEERS:
-        rows.append(_peer_row(key, size, own, series, peers))
+        raw, own = (series[contender.name] for contender in contenders)
+        rows = [
+            rate_result(
+                "replicate", "replicate, offer to verified seal, CRC included", size, own, raw, bar=ratio_at_least(0.85)
+            ),
+            _cpu_row(size, own, raw),
+        ]
+        # Ours again beside each peer, one after the other: all of their buffers together would be too much memory.
+        replication = contenders[1]
+        for key in TRANSFER_PEERS:
+            peers = start_transfer_peers(settings, (key,))
+            with closing_all() as pair:
+                pair += peers.pairs.values()
+                beside = measure([replication, *pair], settings) if pair else {}
+            rows.append(_peer_row(key, size, beside.get(replication.name, own), beside, peers))
     return rows
 
 

@@ -12,6 +12,7 @@ from benchmarks.load import measure_load
 from benchmarks.machine_limits import measure_limits
 from benchmarks.memory import measure_memory
 from benchmarks.replicate import measure_pull, measure_replicate
+from benchmarks.restore import measure_restore
 from benchmarks.results import Result
 from benchmarks.save import measure_first_save, measure_save
 from benchmarks.scale import measure_agents, measure_counts, measure_decisions, measure_sizes
@@ -24,6 +25,7 @@ MEASUREMENTS: Mapping[str, Callable[[Settings], Sequence[Result]]] = {
     "replicate": measure_replicate,
     "pull": measure_pull,
     "load": measure_load,
+    "restore": measure_restore,
     "small": measure_small,
     "async_save": measure_async_save,
     "memory": measure_memory,
@@ -33,14 +35,15 @@ MEASUREMENTS: Mapping[str, Callable[[Settings], Sequence[Result]]] = {
     "decisions": measure_decisions,
 }
 SIZES_IN_MEMORY: Mapping[str, float] = {
-    "limits": 12,
-    "save": 16,
+    "limits": 10,
+    "save": 11,
     "first_save": 8,
-    "replicate": 18,
+    "replicate": 11.5,
     "pull": 9,
     "load": 10,
+    "restore": 10,
     "small": 0,
-    "async_save": 13,
+    "async_save": 11,
     "memory": 9,
 }
 """What all processes and tmpfs files of a measurement take together, in units of `--size`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,10 @@ def title(key: str) -> str:
     return str(importlib.import_module(f"benchmarks.peers.{key}").NAME)
 
 
-def start_transfer_peers(settings: Settings) -> Peers:
-    """Install (when needed) and start every peer that moves bytes over TCP."""
+def start_transfer_peers(settings: Settings, keys: Sequence[str] = TRANSFER_PEERS) -> Peers:
+    """Install (when needed) and start peers that move bytes over TCP."""
     peers = Peers()
-    for key in TRANSFER_PEERS:
+    for key in keys:
         module = importlib.import_module(f"benchmarks.peers.{key}")
         if not settings.peers:
             peers.missing[key] = "peers were not asked for"

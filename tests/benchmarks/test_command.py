@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,31 @@ def test_real_agents_and_trainers_are_measured(shm_root: Path) -> None:
     assert rows["load"]["ratio"] > 0
     assert rows["memory_buddy"]["details"]["objects"] == rows["memory_owner"]["details"]["objects"] == 2
     assert {path.name for path in shm_root.iterdir()} == {"out.json"}
+
+
+def test_an_empty_node_is_restored_in_both_ways(shm_root: Path) -> None:
+    file = shm_root / "out.json"
+    done = run("--only", "restore", "--json", str(file), "--dir", str(shm_root), *TINY)
+    assert done.returncode == EXIT_INVALID, done.stderr
+    (row,) = json.loads(file.read_text())
+    assert (row["name"], row["limit_name"]) == ("restore_empty_node", "retrieve into the store, then load")
+    assert row["ratio"] > 0
+    assert {path.name for path in shm_root.iterdir()} == {"out.json"}
+
+
+def test_agents_end_with_the_program_however_it_ends(shm_root: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from benchmarks.cluster import start_agents
+from benchmarks.harness import Settings
+(agent,) = start_agents(1, Settings(directory=Path({str(shm_root)!r})))
+print(agent.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    pid = int(done.stdout)
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
