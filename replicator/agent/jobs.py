@@ -19,7 +19,7 @@ from typing import Protocol
 from replicator.agent.placing import PlacementChoice, Placing, labels_of
 from replicator.decide.heal import candidates, standing_buddies
 from replicator.decide.placement import Buddies, Placement, Preference, note
-from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError, StoreFullError
+from replicator.errors import ConfigError, InvalidIdError, ReplicatorError, StaleEpochError, StoreError
 from replicator.ids import (
     MAX_ATTEMPT,
     MAX_EPOCH,
@@ -422,12 +422,7 @@ class Jobs:
     def _put(self, state: JobState) -> None:
         if state.job not in self._states and len(self._states) >= MAX_JOBS:
             raise StoreError(f"expected at most {MAX_JOBS} jobs on one node, found one more: {state.job}")
-        try:
-            self._store.put_job_state(state)
-        except OSError as error:
-            raise StoreFullError(
-                f"job {state.job}: its state cannot be written in the store's root: {error.strerror}; make room there"
-            ) from None
+        self._store.put_job_state(state)
         self._states[state.job] = state
 
 

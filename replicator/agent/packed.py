@@ -129,12 +129,14 @@ class Packer:
         def ended(done: asyncio.Task[None]) -> None:
             self._tasks.discard(done)
             error = None if done.cancelled() else done.exception()
+            if error is not None:
+                log.error("small objects could not be brought", exc_info=error)
             for one in wanted:
                 if one.is_open:
                     if error is None:
                         one.taking.task.cancel()
                     else:
-                        one.taking.task.set_exception(error)
+                        one.taking.task.set_exception(_typed(error, one.info.object))
 
         task.add_done_callback(ended)
 
@@ -298,3 +300,12 @@ class Packer:
         self._counters.add("objects_pulled", count)
         self._counters.add("bytes_pulled", size)
         log.info("small objects pulled", extra=fields(version, objects=count, bytes=size, source=node_id, lane=LANE))
+
+
+def _typed(error: BaseException, one: ObjectVersion) -> ReplicatorError:
+    """The first error of a group, and one that tells of it when it is none of ours."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ReplicatorError):
+        return error
+    return TransferError(f"{one} could not be brought: {error or type(error).__name__}; the agent's log tells where")

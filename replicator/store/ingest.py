@@ -104,7 +104,7 @@ class Batch:
 
     # -- bytes
 
-    def write(self, make_room: Callable[[int], None]) -> None:
+    def write(self, make_room: Callable[[int], object]) -> None:
         """Write every object that has room into its file. `make_room` is called once when the file system is full."""
         relieved = False
         for index, (info, payload) in enumerate(self._items):
@@ -121,6 +121,8 @@ class Batch:
                     self._files[index] = self._write(index, info, payload)
             except ReplicatorError as error:
                 self.errors[index] = error
+            except OSError as error:
+                self.errors[index] = self._refusal(f"{info.object} of {info.size} bytes", error)
 
     def _write(self, index: int, info: ObjectInfo, payload: ReadableBuffer) -> _File:
         segment = self._lent.get(index)

@@ -61,6 +61,12 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def has_free_files(path: Path) -> bool:
+    """Whether the file system of `path` may have another file."""
+    found = os.statvfs(path)
+    return found.f_favail > 0 or found.f_files == 0
+
+
 def is_full(error: OSError) -> bool:
     """Whether a file system had no room: for bytes, for files, or within a quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

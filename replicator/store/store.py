@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from replicator.errors import (
     CorruptObjectError,
@@ -28,7 +29,7 @@ from replicator.native import crc32c
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
 from replicator.store.ingest import Batch, Item
-from replicator.store.mounts import cgroup_limit, free_bytes, room_for, settle_budget, space_of
+from replicator.store.mounts import cgroup_limit, free_bytes, has_free_files, room_for, settle_budget, space_of
 from replicator.store.paths import StorePaths, check_client_id
 from replicator.store.pool import Doomed, Recycled, Reservation, SegmentPool, Surplus
 from replicator.store.publish import publish
@@ -42,7 +43,10 @@ from replicator.store.trailer import ObjectInfo
 
 logger = logging.getLogger("replicator.store")
 
+T = TypeVar("T")
+
 _PRESSURE_ROUNDS = 3
+_RELIEF_BYTES = 64 << 10
 _REMEMBERED_GONE = 4096
 
 
@@ -248,7 +252,7 @@ class Store:
             gained = self._pool.trim(capacity)
             self._quarantine.trim(capacity - gained)
         # What was given up may be back already, and what others hold is theirs: the file system says what lacks.
-        lacking = capacity - free_bytes(self.paths.root)
+        lacking = self._lacking(capacity)
         if lacking > 0 and self.on_pressure(lacking) > 0:
             with self._changing():
                 found = self._pool.take(client_id, capacity)
@@ -256,6 +260,10 @@ class Store:
                     return found
                 self._pool.trim(lacking)
         return None
+
+    def _lacking(self, wanted: int) -> int:
+        """Bytes that the file system lacks; 1 when it is only short of file names."""
+        return max(wanted - free_bytes(self.paths.root), 0 if has_free_files(self.paths.root) else 1)
 
     def ingest(
         self, items: Sequence[Item], before_seal: Callable[[], None] = lambda: None
@@ -318,15 +326,39 @@ class Store:
         if batch.is_short:
             batch.refuse(self._full(needed))
 
-    def _relieve(self, wanted: int) -> None:
-        """Give up what the file system may get back."""
+    def _relieve(self, wanted: int) -> bool:
+        """Give up what the file system may get back. Whether there was anything."""
         self.stocking.give_way()
         with self._changing():
             gained = self._pool.trim(wanted)
             gained += self._quarantine.trim(wanted - gained)
         if gained < wanted and self.on_pressure(wanted - gained) > 0:
             with self._changing():
-                self._pool.trim(wanted - gained)
+                gained += self._pool.trim(wanted - gained)
+        return gained > 0
+
+    def _with_room(self, what: str, wanted: int, change: Callable[[], T]) -> T:
+        """Make a small change of the file system, and give up for it what can be given up when that is full.
+
+        Args:
+            change: called with the store locked; when it raises, nothing has changed.
+
+        Raises:
+            StoreFullError: nothing more can be given up.
+            StoreError: the file system refuses for another reason.
+        """
+        left = _PRESSURE_ROUNDS
+        while True:
+            try:
+                with self._lock, room_for(what, self.paths.root):
+                    return change()
+            except OSError as error:
+                raise StoreError(f"cannot write {what} in {self.paths.root}: {error.strerror}") from None
+            except StoreFullError:
+                # Not only as much as is wanted: somebody else takes what becomes free, too.
+                if not left or not self._relieve(max(wanted, _RELIEF_BYTES) << (_PRESSURE_ROUNDS - left)):
+                    raise
+                left -= 1
 
     # -- ahead of need
 
@@ -414,11 +446,14 @@ class Store:
         """
         if info.client_id != client_id:
             raise SegmentError(f"{info.object} belongs to client {info.client_id}, who wrote it, not to {client_id}")
-        with self._lock:
+
+        def change() -> None:
             self._pool.reservation(client_id, segment)
             publish(self.paths, segment, info)
             self._pool.sealed(segment)
             self._add(info.object)
+
+        self._with_room(f"the name of {info.object}", 0, change)
         reach("seal.indexed")
 
     def adopt(self, one: ObjectVersion) -> ObjectInfo:
@@ -486,15 +521,17 @@ class Store:
         """
         if crc32c(data) != crc:
             raise CorruptObjectError(f"the manifest of {version} does not match its checksum {crc:08x}; send it again")
-        with self._lock:
+
+        def change() -> None:
             present = self._index.manifest(version)
             if present is not None:
                 if present != data:
                     raise StoreError(f"{version} is committed with another manifest; a commit is never changed")
                 return
-            with room_for(f"the manifest of {version}", self.paths.root):
-                self._records.put_manifest(version, data, crc)
+            self._records.put_manifest(version, data, crc)
             self._index.set_manifest(version, data)
+
+        self._with_room(f"the manifest of {version}", len(data), change)
 
     def manifest(self, version: ContainerVersion) -> bytes | None:
         with self._lock:
@@ -502,13 +539,15 @@ class Store:
 
     def mark_protected(self, version: ContainerVersion) -> None:
         """Raises StoreError for a version that is not committed here, StoreFullError when there is no room."""
-        with self._lock:
+
+        def change() -> None:
             if self._index.manifest(version) is None:
                 raise StoreError(f"{version} is not committed on this node, so it cannot be protected")
             if not self._index.is_protected(version):
-                with room_for(f"the mark of {version}", self.paths.root):
-                    self._records.mark_protected(version)
+                self._records.mark_protected(version)
                 self._index.set_protected(version)
+
+        self._with_room(f"the mark of {version}", 0, change)
 
     def is_protected(self, version: ContainerVersion) -> bool:
         with self._lock:
@@ -520,10 +559,12 @@ class Store:
 
     def put_job_state(self, state: JobState) -> None:
         """Raises StoreFullError when there is no room for it."""
-        with self._lock:
-            with room_for(f"what is known of job {state.job}", self.paths.root):
-                self._records.put_job(state)
+
+        def change() -> None:
+            self._records.put_job(state)
             self._jobs[state.job] = state
+
+        self._with_room(f"what is known of job {state.job}", 0, change)
         reach("epoch.stored")
 
     # -- removing

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,10 @@ from pathlib import Path
 import pytest
 from store_support import MIB, Trainer, check_accounts, version
 
-from replicator.errors import ConfigError, StoreFullError
+from replicator.errors import ConfigError, StoreError, StoreFullError
 from replicator.native import crc32c
 from replicator.store import JobState, Store
-from replicator.store.mounts import OWN_BYTES, Space, cgroup_limit, settle_budget
+from replicator.store.mounts import OWN_BYTES, Space, cgroup_limit, free_bytes, settle_budget
 from replicator.store.paths import StorePaths, open_root
 
 
@@ -68,6 +70,64 @@ def test_a_full_file_system_is_an_error_at_reservation(small: StorePaths) -> Non
     check_accounts(opened)
     trainer.close()
     opened.close()
+
+
+def test_a_commit_gets_the_room_that_the_store_can_give_up(small: StorePaths) -> None:
+    """F22: others filled the file system to the last byte, and the store has free segments, or what is superseded."""
+    opened = Store(small, 14 * MIB)
+    opened.rebuild()
+    trainer = Trainer(small)
+    for step in (1, 2, 3):
+        trainer.save(opened, version(step).object("a"), b"1" * (2 * MIB))
+    opened.drop(version(1))
+    foreign = small.root.parent / "foreign"
+
+    def fill() -> None:
+        with contextlib.suppress(OSError), open(foreign, "ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        assert free_bytes(small.root) == 0
+
+    fill()
+    opened.put_manifest(version(2), b"m" * 10000, crc32c(b"m" * 10000))
+    fill()
+    opened.on_pressure = lambda wanted: opened.drop(version(2))
+    opened.put_job_state(JobState("job", 1, (), 1))
+    fill()
+    opened.on_pressure = lambda wanted: 0
+    with pytest.raises(StoreFullError, match="manifest of"):
+        opened.put_manifest(version(3), b"m", crc32c(b"m"))
+    assert opened.versions() == [version(3)]
+    check_accounts(opened)
+    trainer.close()
+    opened.close()
+
+
+def test_file_names_are_had_from_what_is_superseded(small: StorePaths) -> None:
+    """Bytes there are enough of; and neither a segment nor a name for what is in it is refused."""
+    opened = Store(small, 14 * MIB)
+    opened.rebuild()
+    trainer = Trainer(small)
+    held = [version(step) for step in range(200)]
+
+    def drop(wanted: int) -> int:
+        return sum(opened.drop(held.pop(0)) for _ in range(2))
+
+    opened.on_pressure = drop
+    for step in range(64):
+        trainer.save(opened, version(step).object("a"), b"1")
+    opened.put_job_state(JobState("job", 1, (), 1))
+    assert opened.versions()[-1] == version(63)
+    check_accounts(opened)
+    trainer.close()
+    opened.close()
+
+
+def test_what_vanished_is_not_called_full(store: Store) -> None:
+    shutil.rmtree(store.paths.jobs)
+    with pytest.raises(StoreError, match=r"job job in .*: No such file or directory") as raised:
+        store.put_job_state(JobState("job", 1, (), 1))
+    assert not isinstance(raised.value, StoreFullError)
 
 
 def test_a_file_system_without_room_for_another_name_is_full(small: StorePaths) -> None:
