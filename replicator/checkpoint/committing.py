@@ -103,7 +103,7 @@ class SaveInParts:
     not committed when this object is gone counts as failed.
 
     Attributes:
-        version: None before the first part is begun, and on ranks that are not the coordinator.
+        version: the generation of this save; None before a rank has come to its first part.
     """
 
     def __init__(self, session: Session, container: CheckpointContainerId, *, resumable: bool = True) -> None:

@@ -223,7 +223,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
-        entries.append(self._write_bytes(version, METADATA_NAME, pickle.dumps(metadata)))
+        entries.append(self.write_bytes(version, METADATA_NAME, pickle.dumps(metadata)))
         return entries
 
     def _give_up(self) -> None:
@@ -293,9 +293,12 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
                 "the planner must keep SavePlan.storage_data"
             )
         container = self._container()
-        version = self._begun or self.session.follow(container, turn.version)
+        version = self._begun or (self.part_of and self.part_of.version)
+        version = version or self.session.follow(container, turn.version)
         if version.container != container:
             raise ConfigError(f"the coordinator saves {version.container}, this rank was told to save {container}")
+        if self.part_of is not None:
+            self.part_of.version = version
         return _Turn(version, turn.prefix)
 
     def _write_all(
@@ -330,7 +333,12 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
             gathering.flush()
         return results, self._replicate(sink)
 
-    def _write_bytes(self, version: ContainerVersion, name: str, data: bytes) -> ManifestEntry:
+    def write_bytes(self, version: ContainerVersion, name: str, data: bytes) -> ManifestEntry:
+        """One more object of this rank, under this writer's prefix, for a save that is under way.
+
+        Raises:
+            StoreFullError, StaleEpochError: as with `Session.create`.
+        """
         with self.session.create(version.object(self.prefix + name), len(data)) as sink:
             sink.write(data)
         return self._replicate(sink)
