@@ -58,6 +58,7 @@ def test_exit_codes_are_those_of_the_manual() -> None:
             "TicketError",
             "ReplicationError",
             "NodeDrainingError",
+            "SaveFailedError",
             "CommitError",
         },
         8: {"StaleEpochError"},
