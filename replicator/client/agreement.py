@@ -73,6 +73,10 @@ class Ranks(Protocol):
         """All that ranks, this one too, have appended until now; the list is empty afterwards."""
         ...
 
+    def forget(self, key: str) -> None:
+        """Nobody reads what was posted under this key any more."""
+        ...
+
 
 class SingleRank:
     """A process that is alone."""
@@ -109,6 +113,9 @@ class SingleRank:
 
     def collect(self, key: str, deadline_s: float) -> list[bytes]:
         return self._lists.pop(key, [])
+
+    def forget(self, key: str) -> None:
+        pass
 
 
 class StoreRanks:
@@ -228,6 +235,9 @@ class StoreRanks:
             self._delete(item)
         self._store.delete_key(f"{self._name}/{key}/length")
         return values
+
+    def forget(self, key: str) -> None:
+        self._delete(f"{self._name}/{key}")
 
     def _gather(self, key: str, mine: bytes, deadline_s: float, started: float, what: str) -> list[bytes]:
         keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]

@@ -124,6 +124,11 @@ class Session:
             _sessions[_key(spec)] = self
 
     @property
+    def spec(self) -> SessionSpec:
+        """What `attach` needs in another process on this node."""
+        return self._spec
+
+    @property
     def node(self) -> NodeAddress:
         """This node, as its peers reach its agent."""
         return self.agent.node
