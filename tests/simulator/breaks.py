@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from replicator.agent import commit, packed, retention
+from replicator.agent import commit, packed, retention, scrub
 from replicator.agent.jobs import Jobs
 from replicator.decide.retention import Drop, RetentionView
 from replicator.decide.types import recency
@@ -95,11 +95,19 @@ def _forget_epoch() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _blind_scrubber() -> Iterator[None]:
+    """The scrubber reads everything and finds nothing wrong."""
+    with mock.patch.object(scrub, "verify", return_value=[]):
+        yield
+
+
 BREAKS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "commit-before-ack": _commit_before_ack,
     "skip-crc": _skip_crc,
     "drop-newest": _drop_newest,
     "forget-epoch": _forget_epoch,
+    "blind-scrubber": _blind_scrubber,
 }
 
 

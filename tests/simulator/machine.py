@@ -7,10 +7,11 @@ import errno
 import os
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from replicator.agent import scrub
 from replicator.store import client_lock
 from replicator.store.paths import StorePaths
 
@@ -18,7 +19,7 @@ from .loop import Process
 
 
 @contextlib.contextmanager
-def simulated(rng: random.Random) -> Iterator[None]:
+def simulated(rng: random.Random, now: Callable[[], float]) -> Iterator[None]:
     """Within the block every random choice comes from `rng`, and nodes with a full disk make no files."""
     real_open = os.open
 
@@ -29,6 +30,9 @@ def simulated(rng: random.Random) -> Iterator[None]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real_open(path, flags, *args, **kwargs)
 
+    def milliseconds() -> int:
+        return int(now() * 1000)
+
     state = random.getstate()
     random.seed(rng.getrandbits(64))
     try:
@@ -36,6 +40,7 @@ def simulated(rng: random.Random) -> Iterator[None]:
             mock.patch.object(secrets, "token_hex", lambda count=32: f"{rng.getrandbits(8 * count):0{2 * count}x}"),
             mock.patch.object(secrets, "token_urlsafe", lambda count=32: f"{rng.getrandbits(8 * count):x}"),
             mock.patch.object(os, "open", opened),
+            mock.patch.object(scrub, "_now_ms", milliseconds),
         ):
             yield
     finally:

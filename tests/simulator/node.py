@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .world import World
 
 LOCAL_PORT = 1
+# From the begin of one pass of a scrubber to that of the next.
+SCRUB_PASS_S = 10.0
 # Of the watch over trainers: a quarter of what a real agent looks, for most of a run is waiting.
 _POLL_S = 1.0
 
@@ -81,10 +83,12 @@ class Agent:
         self.process.on_killed.append(store.close)
         store.rebuild()
         node.store, node.paths = store, paths
-        self.address = NodeAddress(NodeIdentity(node.name, world.rng.getrandbits(64)), f"{node.name}:{self.port}")
+        identity = NodeIdentity(node.name, world.rng.getrandbits(64))
+        self.address = NodeAddress(identity, f"{node.name}:{self.port}", node.config.node_labels)
         transport = SimTransport(world.network, self.process, node.name, self.port + 1)
         jobs = Jobs(store, self.address, node.config.replicas)
         self.core = build_core(node.config, self.address, store, jobs, Counters(), transport, world.loop.time)
+        self._scrub_in_virtual_time(store)
         self.process.on_killed.append(lambda: lock_lost(paths, self.core.client_id))
         self.clients = ClientRegistry(
             lambda client_id: is_client_alive(paths, client_id), store.client_gone, clock=world.loop.time
@@ -103,6 +107,14 @@ class Agent:
         self.process.spawn(self.clients.watch(_POLL_S))
         self.is_ready = True
         world.trace("agent ready", node=node.name, incarnation=f"{self.address.identity.incarnation:016x}")
+
+    def _scrub_in_virtual_time(self, store: Store) -> None:
+        """It gives way to what is on its way, but not to CPU pressure, nor by the real clock."""
+        core, scrubber = self.core, self.core.scrubber
+        scrubber._pass_s = SCRUB_PASS_S
+        scrubber._is_busy = lambda: bool(  # type: ignore[method-assign]
+            core.puller.running or core.replicator.on_their_way or store.usage().reserved_bytes
+        )
 
     def _server(self, services: Sequence[str], address: str) -> Server:
         """As the daemon has it, with health, on the simulated network."""

@@ -27,7 +27,7 @@ from .job import SimJob
 from .loop import Process, VirtualLoop
 from .machine import simulated
 from .network import Network
-from .node import SimNode
+from .node import SCRUB_PASS_S, SimNode
 from .oracle import Oracle
 
 LOGGER = "replicator"
@@ -53,6 +53,8 @@ class Shape:
     lane: str = "auto"
     budget_bytes: int = 64 << 20
     keep_last: int = 2
+    scrubs: bool = False
+    racks: int = 0  # nodes are labelled in turn; 0: no labels
 
     @classmethod
     def of(cls, rng: random.Random) -> Shape:
@@ -64,6 +66,8 @@ class Shape:
             lane=rng.choice(("auto", "bulk", "grpc")),
             budget_bytes=rng.choice((64 << 20, 4 << 20, 1 << 20, 1 << 20)),
             keep_last=rng.choice((1, 2)),
+            scrubs=rng.random() < 0.4,
+            racks=rng.choice((0, 0, 2, 3)),
         )
 
 
@@ -105,7 +109,7 @@ class World:
         self._disturbances = 0
         self._problem = ""
         self.nodes: list[SimNode] = []
-        chosen = shape or Shape.of(self.rng)
+        chosen = self.shape = shape or Shape.of(self.rng)
         self._make_nodes(root, chosen)
         self.jobs = [SimJob(self, f"job{number}", chosen.replicas) for number in range(chosen.jobs)]
         self.loop.on_moment = self._moment
@@ -120,7 +124,8 @@ class World:
                 advertise=name,
                 budget_bytes=shape.budget_bytes,
                 prefault_bytes=0,
-                scrub_bytes_per_s=0,
+                scrub_bytes_per_s=16 << 20 if shape.scrubs else 0,
+                labels=(("rack", f"r{number % shape.racks}"),) if shape.racks else (),
                 keep_last=shape.keep_last,
                 lane=shape.lane,
                 deadline_s=self.deadline_s,
@@ -176,12 +181,29 @@ class World:
             for job in self.jobs:
                 await job.last()
         await asyncio.sleep(2 + self.deadline_s)
+        if self.shape.scrubs:
+            # So that whatever turned before is found, too.
+            await asyncio.sleep(2 * SCRUB_PASS_S)
+            await self._scrubbing_repairs(faults)
         self._check_nothing_is_left()
         self.oracle.audit()
         for job in self.jobs:
             self.oracle.checked["the history is one that the model allows"] += 1
             for problem in problems(job.history):
                 self.broken(f"job {job.name}: {problem}")
+
+    async def _scrubbing_repairs(self, faults: Faults) -> None:
+        """With nothing else wrong, a bit turns in a copy that another node has too: it is found, and brought again."""
+        for node, info in self.oracle.spare_copies():
+            faults.flip(node, info)
+            self.oracle.checked["a bit that turned is found and the copy brought again"] += 1
+            for _ in range(int(3 * SCRUB_PASS_S + 4 * self.deadline_s)):
+                await asyncio.sleep(1.0)
+                if self.oracle.is_sound(node, info.object):
+                    break
+            else:
+                self.broken(f"node {node.name} still has {info.object} with a bit that turned, or not at all")
+            self.flipped.discard((node.name, info.object))
 
     def _check_nothing_is_left(self) -> None:
         for node in self.nodes:
@@ -277,7 +299,11 @@ def run_seed(
     result = Result(seed, faults=world.faults, checked=world.oracle.checked)
     gc.disable()
     try:
-        with simulated(random.Random(seed ^ 0x5EED)), _logging(world, tell is not None), broken_on_purpose(break_what):
+        with (
+            simulated(random.Random(seed ^ 0x5EED), world.loop.time),
+            _logging(world, tell is not None),
+            broken_on_purpose(break_what),
+        ):
             try:
                 world.loop.run(story(world))
             except BrokenError as error:
