@@ -88,6 +88,11 @@ class StorePaths:
         return self.root / "agent.lock"
 
     @property
+    def ballast(self) -> Path:
+        """Room that is kept back for small records."""
+        return self.root / "ballast"
+
+    @property
     def scrub(self) -> Path:
         """Where the scrubber is."""
         return self.root / "scrub.json"

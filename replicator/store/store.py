@@ -26,6 +26,7 @@ from replicator.errors import (
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
+from replicator.store.ballast import Ballast
 from replicator.store.client_lock import is_client_alive
 from replicator.store.index import Index
 from replicator.store.ingest import Batch, Item
@@ -47,6 +48,7 @@ T = TypeVar("T")
 
 _PRESSURE_ROUNDS = 3
 _RELIEF_BYTES = 64 << 10
+_RECORD_BYTES = 8 << 10
 _REMEMBERED_GONE = 4096
 
 
@@ -96,6 +98,7 @@ class Store:
         self._asked_budget = budget_bytes
         self._budget = budget_bytes
         self._quarantine = Quarantine(paths)
+        self._ballast = Ballast(paths.ballast)
         self._in_flight = 0
         self._gone: dict[str, None] = {}
         self.stocking = Stocking()
@@ -147,6 +150,7 @@ class Store:
             # Before anything new is allocated: what an earlier agent left is charged to this one, too.
             excess = self._used() - self._budget
             self._quarantine.trim(excess - self._pool.trim(excess))
+            self._ballast.fill()
             return report
 
     def excess(self) -> int:
@@ -347,7 +351,7 @@ class Store:
             StoreFullError: nothing more can be given up.
             StoreError: the file system refuses for another reason.
         """
-        left = _PRESSURE_ROUNDS
+        left, is_last = _PRESSURE_ROUNDS, False
         while True:
             try:
                 with self._lock, room_for(what, self.paths.root):
@@ -355,10 +359,15 @@ class Store:
             except OSError as error:
                 raise StoreError(f"cannot write {what} in {self.paths.root}: {error.strerror}") from None
             except StoreFullError:
-                # Not only as much as is wanted: somebody else takes what becomes free, too.
-                if not left or not self._relieve(max(wanted, _RELIEF_BYTES) << (_PRESSURE_ROUNDS - left)):
+                if left:
+                    left -= 1
+                    # Not only as much as is wanted: somebody else takes what becomes free, too.
+                    if self._relieve(max(wanted, _RELIEF_BYTES)):
+                        continue
+                    left = 0
+                if is_last or not self._ballast.give_up(wanted + _RECORD_BYTES):
                     raise
-                left -= 1
+                is_last = True
 
     # -- ahead of need
 
@@ -582,6 +591,7 @@ class Store:
                     self._pool.recycle(self.paths.object(version.object(name)), info.client_id)
                 reach("drop.recycled")
             remove_empty(self.paths.objects_of(version), self.paths.objects)
+            self._ballast.fill()
             return before - self._index.sealed_bytes
 
     def quarantine(self, one: ObjectVersion, reason: str) -> None:

@@ -15,6 +15,7 @@ from store_support import MIB, Trainer, check_accounts, version
 from replicator.errors import ConfigError, StoreError, StoreFullError
 from replicator.native import crc32c
 from replicator.store import JobState, Store
+from replicator.store.ballast import BALLAST_BYTES
 from replicator.store.mounts import OWN_BYTES, Space, cgroup_limit, free_bytes, settle_budget
 from replicator.store.paths import StorePaths, open_root
 
@@ -95,8 +96,15 @@ def test_a_commit_gets_the_room_that_the_store_can_give_up(small: StorePaths) ->
     opened.put_job_state(JobState("job", 1, (), 1))
     fill()
     opened.on_pressure = lambda wanted: 0
+    # At last what is kept back for records, so that a job can still be opened, and what is here be recovered.
+    for epoch in range(2, 20):
+        opened.put_job_state(JobState("job", epoch, (), 1))
+        fill()
     with pytest.raises(StoreFullError, match="manifest of"):
-        opened.put_manifest(version(3), b"m", crc32c(b"m"))
+        opened.put_manifest(version(3), bytes(MIB), crc32c(bytes(MIB)))
+    foreign.unlink()
+    opened.drop(version(9))
+    assert small.ballast.stat().st_size == BALLAST_BYTES
     assert opened.versions() == [version(3)]
     check_accounts(opened)
     trainer.close()
