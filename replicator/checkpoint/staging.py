@@ -60,9 +60,8 @@ class Stager:
     def _copy(self, value: Any, free: dict[int, list[torch.UntypedStorage]], parts: Parts) -> Any:
         if isinstance(value, DTensor):
             local = self._copy(value.to_local().detach(), free, parts)
-            return DTensor.from_local(
-                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
+            # `from_local` would move it to the mesh's device.
+            return DTensor(local, value._spec, requires_grad=False)
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value.detach(), free, parts)
         if isinstance(value, Mapping):
