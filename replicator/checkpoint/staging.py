@@ -61,7 +61,7 @@ class Stager:
         if isinstance(value, DTensor):
             local = self._copy(value.to_local().detach(), free, parts)
             # `from_local` would move it to the mesh's device.
-            return DTensor(local, value._spec, requires_grad=False)
+            return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value.detach(), free, parts)
         if isinstance(value, Mapping):
