@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.harness import Settings, closing_all, measure, rate_result
+from benchmarks.harness import Contender, Settings, closing_all, measure, rate_result
 from benchmarks.limits import copy
 from benchmarks.product import Fresh, Trainer
 from benchmarks.results import Result, ratio_at_least
@@ -23,7 +23,7 @@ def measure_save(settings: Settings) -> list[Result]:
         # One trainer after the other: each keeps the segments of three checkpoints.
         with closing_all() as contenders:
             contenders.append(Trainer("our save", ROLE, settings, size=size, replicas=0))
-            by_one = [
+            by_one: list[Contender] = [
                 memcpy_once,
                 stock_once,
                 stock_by_2,
@@ -34,7 +34,7 @@ def measure_save(settings: Settings) -> list[Result]:
             memcpy, stock, stock2, own, plain = (series[contender.name] for contender in by_one)
         with closing_all() as contenders:
             contenders.append(Trainer("our save, 2 threads", ROLE, settings, size=size, replicas=0, threads=2))
-            by_2 = [Sibling("memcpy by 2 threads", memcpy_once, threads=2), *contenders, stock_by_2]
+            by_2: list[Contender] = [Sibling("memcpy by 2 threads", memcpy_once, threads=2), *contenders, stock_by_2]
             series = measure(by_2, settings)
             memcpy2, own2, stock_beside_2 = (series[contender.name] for contender in by_2)
     fastest_stock = min((stock, stock2), key=lambda one: one.median_s or float("inf"))
