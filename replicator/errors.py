@@ -131,6 +131,12 @@ class CommitError(ReplicatorError):
     exit_code = 7
 
 
+class SaveError(ReplicatorError):
+    """A save that failed on this rank or on another; the message names the key, the object or the rank."""
+
+    exit_code = 7
+
+
 class StaleEpochError(ReplicatorError):
     """Spoken by an older incarnation of the job, which has been superseded. It must stop."""
 

@@ -59,6 +59,7 @@ def test_exit_codes_are_those_of_the_manual() -> None:
             "ReplicationError",
             "NodeDrainingError",
             "SaveFailedError",
+            "SaveError",
             "CommitError",
         },
         8: {"StaleEpochError"},

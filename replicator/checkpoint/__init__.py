@@ -6,14 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replicator.checkpoint.buckets import ObjectWriteBucket, WriteItemResolver
+    from replicator.checkpoint.default_saver import DefaultCheckpointSaver
+    from replicator.checkpoint.loader import CheckpointLoader, DefaultCheckpointLoader
+    from replicator.checkpoint.objects import CheckpointObjectManager
     from replicator.checkpoint.reader import ReplicatedStorageReader
+    from replicator.checkpoint.saver import CheckpointSaver
     from replicator.checkpoint.writer import ReplicatedStorageWriter
 
-__all__ = ["ReplicatedStorageReader", "ReplicatedStorageWriter"]
+__all__ = [
+    "CheckpointLoader",
+    "CheckpointObjectManager",
+    "CheckpointSaver",
+    "DefaultCheckpointLoader",
+    "DefaultCheckpointSaver",
+    "ObjectWriteBucket",
+    "ReplicatedStorageReader",
+    "ReplicatedStorageWriter",
+    "WriteItemResolver",
+]
 
 _HOMES = {
+    "CheckpointLoader": "replicator.checkpoint.loader",
+    "CheckpointObjectManager": "replicator.checkpoint.objects",
+    "CheckpointSaver": "replicator.checkpoint.saver",
+    "DefaultCheckpointLoader": "replicator.checkpoint.loader",
+    "DefaultCheckpointSaver": "replicator.checkpoint.default_saver",
+    "ObjectWriteBucket": "replicator.checkpoint.buckets",
     "ReplicatedStorageReader": "replicator.checkpoint.reader",
     "ReplicatedStorageWriter": "replicator.checkpoint.writer",
+    "WriteItemResolver": "replicator.checkpoint.buckets",
 }
 
 

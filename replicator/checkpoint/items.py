@@ -7,6 +7,7 @@ another in an object; an archive starts at a multiple of 64 bytes, so payloads a
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,9 @@ import torch
 
 from replicator.checkpoint.page_lock import PAGE_LOCKS
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, is_templated, payload_view, template_of
+from replicator.errors import UnsupportedError
+
+_UNKNOWN = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
 class ItemSink(Protocol):
@@ -64,11 +68,16 @@ class Gathering:
         self._sink.write_many(kept)
 
 
-def write_item(sink: ItemSink, data: torch.Tensor | io.BytesIO | memoryview | bytes) -> tuple[int, int]:
+def write_item(
+    sink: ItemSink, data: torch.Tensor | io.BytesIO | memoryview | bytes, *, stock: bool = False
+) -> tuple[int, int]:
     """Append one item; (offset, length) in bytes of what a reader of the item needs.
 
-    A dense tensor is copied once, from wherever it lies and whatever its strides, to the sink. Others go through
-    `torch.save`, which raises what it raises for tensors that cannot be saved.
+    A dense tensor is copied once, from wherever it lies and whatever its strides, to the sink. Others, and all of them
+    with `stock`, go through `torch.save`, which raises what it raises for tensors that cannot be saved.
+
+    Raises:
+        UnsupportedError: `torch.load(weights_only=True)` does not give back what `torch.save` wrote.
     """
     if not isinstance(data, torch.Tensor):
         offset = sink.tell()
@@ -79,16 +88,14 @@ def write_item(sink: ItemSink, data: torch.Tensor | io.BytesIO | memoryview | by
         sink.write(bytes(padding))
     offset = sink.tell()
     tensor = data.detach()
-    if is_templated(tensor):
+    if is_templated(tensor) and not stock:
         template = template_of(tensor.dtype, tuple(tensor.shape))
         sink.write(template.prefix)
         if template.payload_bytes:
             _write_payload(sink, tensor, template.payload_bytes)
         sink.write(template.suffix)
     else:
-        stream = io.BytesIO()
-        torch.save(_own_storage(tensor), stream)
-        sink.write(stream.getbuffer())
+        sink.write(saved_bytes(tensor).getbuffer())
     return offset, sink.tell() - offset
 
 
@@ -101,6 +108,34 @@ def _write_payload(sink: ItemSink, tensor: torch.Tensor, size: int) -> None:
         PAGE_LOCKS.lock(piece)
     area = torch.frombuffer(piece, dtype=torch.uint8)
     area.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def saved_bytes(tensor: torch.Tensor) -> io.BytesIO:
+    """What `torch.save` writes, without the rest of a larger storage.
+
+    Raises:
+        UnsupportedError: of a kind that `torch.load(weights_only=True)` would not give back. Such tensors are rare, and
+            small, so it is tried.
+        Exception: what `torch.save` raises.
+    """
+    stream = io.BytesIO()
+    torch.save(_own_storage(tensor), stream)
+    if is_templated(tensor):
+        return stream
+    stream.seek(0)
+    try:
+        loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        unknown = _UNKNOWN.search(str(error))
+        raise UnsupportedError(
+            f"torch.load(weights_only=True) does not know {unknown[1] if unknown else 'what it is made of'}; save its "
+            "parts as plain tensors, or allow its class with torch.serialization.add_safe_globals"
+        ) from error
+    found = (type(loaded), loaded.dtype, loaded.layout, loaded.shape)
+    expected = (type(tensor), tensor.dtype, tensor.layout, tensor.shape)
+    if found != expected:
+        raise UnsupportedError(f"torch.load would give {found} for {expected}")
+    return stream
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from replicator.checkpoint.items import strides_of
-from replicator.checkpoint.template import payload_view
+from replicator.checkpoint.template import is_templated, payload_view
 from replicator.native import copy_parts
 
 Parts = list[tuple[memoryview | None, memoryview]]
@@ -33,9 +33,13 @@ class Stager:
 
     def __init__(self) -> None:
         self._kept: list[torch.UntypedStorage] = []
+        self._copying: set[torch.device] | None = None
 
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: Mapping[str, Any], *, non_blocking: bool = False) -> dict[str, Any]:
         """A copy of the state dict, complete when this returns.
+
+        Args:
+            non_blocking: let the copies from a device run side by side, and wait for them at the end.
 
         Raises:
             RuntimeError: there is no memory for it.
@@ -48,9 +52,16 @@ class Stager:
         # What this state does not need is let go; what an unfinished save has stays with that save.
         self._kept = []
         parts: Parts = []
-        staged = {key: self._copy(value, free, parts) for key, value in state_dict.items()}
-        if parts:
-            copy_parts(parts)
+        self._copying = set() if non_blocking else None
+        try:
+            staged = {key: self._copy(value, free, parts) for key, value in state_dict.items()}
+            if parts:
+                copy_parts(parts)
+        finally:
+            # Also when a copy raised: the memory of those under way must not serve again before they have ended.
+            copying, self._copying = self._copying, None
+            for device in copying or ():
+                torch.get_device_module(device).synchronize(device)
         return staged
 
     def clear(self) -> None:
@@ -59,9 +70,7 @@ class Stager:
 
     def _copy(self, value: Any, free: dict[int, list[torch.UntypedStorage]], parts: Parts) -> Any:
         if isinstance(value, DTensor):
-            local = self._copy(value.to_local().detach(), free, parts)
-            # `from_local` would move it to the mesh's device.
-            return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            return placed_like(value, self._copy(value.to_local().detach(), free, parts))
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value.detach(), free, parts)
         if isinstance(value, Mapping):
@@ -74,8 +83,11 @@ class Stager:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor, free: dict[int, list[torch.UntypedStorage]], parts: Parts) -> Any:
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+        if type(tensor) is not torch.Tensor or tensor.is_quantized:
             return copy.deepcopy(tensor.cpu())
+        if tensor.layout != torch.strided:
+            # Compressed sparse tensors have no storage that a deep copy could go into.
+            return tensor.cpu().clone()
         if not tensor.numel() or tensor.device.type == "meta":
             return tensor.clone()
         size = tensor.numel() * tensor.element_size()
@@ -83,11 +95,26 @@ class Stager:
         storage = spare.pop() if spare else torch.empty(size, dtype=torch.uint8).untyped_storage()
         self._kept.append(storage)
         target = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides_of(tensor.shape))
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and is_templated(tensor):
             parts.append((payload_view(target), payload_view(tensor)))
         else:
-            target.copy_(tensor)
+            self._copy_other(target, tensor)
         return target
+
+    def _copy_other(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """From a device, or with other strides."""
+        if self._copying is None or tensor.device.type == "cpu":
+            target.copy_(tensor)
+            return
+        self._copying.add(tensor.device)
+        target.copy_(tensor, non_blocking=True)
+
+
+def placed_like(value: DTensor, local: torch.Tensor) -> DTensor:
+    """Another DTensor of the same shape and placement, with another local tensor, which stays where it is."""
+    # `from_local` would move it to the mesh's device.
+    made: DTensor = DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _users(storage: torch.UntypedStorage) -> int:

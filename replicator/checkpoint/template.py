@@ -80,6 +80,8 @@ def is_templated(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_conj()
         and not tensor.is_neg()
+        # Zeros that take no memory.
+        and not tensor._is_zerotensor()
     )
 
 

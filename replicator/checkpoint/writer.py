@@ -8,14 +8,13 @@ commits it: before that the checkpoint does not exist for recovery.
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import pickle
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from replicator.checkpoint.buckets import is_blob, naming, resolve_blob, resolve_tensor
 from replicator.checkpoint.committing import WAITS, SaveInParts, WaitFor, commit, give_up, log_failure, wait_for_commit
 from replicator.checkpoint.items import Gathering, write_item
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
@@ -313,9 +313,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
     def _write_object(
         self, version: ContainerVersion, name: str, items: Sequence[WriteItem], planner: SavePlanner
     ) -> tuple[list[WriteResult], ManifestEntry]:
-        blobs = [
-            (item, cast(io.BytesIO, planner.resolve_data(item))) for item in items if item.type == WriteItemType.BYTE_IO
-        ]
+        blobs = [(item, resolve_blob(planner, item)) for item in items if is_blob(item)]
         tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         size = sum(blob.getbuffer().nbytes for _, blob in blobs) + sum(_tensor_bytes(item) for item in tensors)
         results: list[WriteResult] = []
@@ -323,13 +321,14 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
             gathering = Gathering(sink)
 
             def write(item: WriteItem, data: Any) -> None:
-                offset, length = write_item(gathering, data)
+                with naming(item, "it cannot be saved", UnsupportedError):
+                    offset, length = write_item(gathering, data)
                 results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
 
             for item, blob in blobs:
                 write(item, blob)
             for item in tensors:
-                write(item, planner.resolve_data(item))
+                write(item, resolve_tensor(planner, item))
             gathering.flush()
         return results, self._replicate(sink)
 
@@ -369,6 +368,6 @@ def _tensor_bytes(item: WriteItem) -> int:
         return 0
     try:
         template = template_of(tensor.properties.dtype, tuple(tensor.chunk.sizes))
-    except RuntimeError:  # a dtype that has no plain tensors
+    except (RuntimeError, TypeError, KeyError):  # a dtype that has no plain tensors
         return PAYLOAD_ALIGNMENT
     return template.total_bytes + PAYLOAD_ALIGNMENT

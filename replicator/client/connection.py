@@ -95,6 +95,7 @@ class Connection:
 
         Args:
             method: of LocalService, or `Service/Method`.
+            method: of the local service, or "<service>/<method>" of another one.
             awaited: what the reply is, for the error message.
 
         Raises:

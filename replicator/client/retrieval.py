@@ -12,8 +12,8 @@ from replicator.decide.types import ObjectSource
 from replicator.errors import AgentUnavailableError, ReplicatorError, from_wire
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, ObjectVersion
-from replicator.v1 import local_pb2, types_pb2
-from replicator.wire import source_to_pb, version_to_pb
+from replicator.v1 import admin_pb2, local_pb2, types_pb2
+from replicator.wire import source_to_pb, version_from_pb, version_to_pb
 
 logger = logging.getLogger("replicator.client")
 
@@ -43,6 +43,20 @@ def lookup(agent: LocalAgent, job: str, epoch: int, deadline_s: float, step: int
         request.step = step
     wait_s = deadline_s + agent.call_deadline_s
     return agent.call_patiently("Lookup", request, types_pb2.Plan, wait_s, f"the recovery plan of job {job}")
+
+
+def recoverable(agent: LocalAgent, job: str, deadline_s: float) -> list[ContainerVersion]:
+    """All containers of the job that could be loaded now, newest first, as this node's agent learns from the others.
+
+    Raises:
+        AgentUnavailableError, DeadlineExceededError: no answer.
+    """
+    request = admin_pb2.ListContainersRequest(job=job, deadline_ms=int(deadline_s * 1000))
+    wait_s = deadline_s + agent.call_deadline_s
+    method = "AdminService/ListContainers"
+    reply = agent.call_patiently(method, request, admin_pb2.ListContainersReply, wait_s, f"the containers of job {job}")
+    found = [version_from_pb(one.container) for one in reply.containers if one.recoverable]
+    return sorted(found, key=lambda one: (one.container.step, one.generation), reverse=True)
 
 
 def keep(agent: LocalAgent, version: ContainerVersion, epoch: int) -> None:

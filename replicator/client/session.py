@@ -51,6 +51,7 @@ logger = logging.getLogger("replicator.client")
 # Ranks come to a common point at different times; the slowest is given this many deadlines.
 AGREEMENT_DEADLINES = 4
 _MAX_BEGINS = 64
+_GENERATION_POLL_S = 0.02
 # Saves that were begun and not committed, which are remembered until it is known that they failed.
 _MAX_UNFINISHED = 64
 # Attempts that another process of this job may have begun without this one knowing.
@@ -318,6 +319,25 @@ class Session:
                 generation, told = int(posted), ContainerVersion(container, int(posted))
             self._generation = max(self._generation, generation)
         return told
+
+    def await_next(self, container: CheckpointContainerId) -> ContainerVersion:
+        """The generation that the coordinator begins for this save, or has begun already: this rank has not used it.
+
+        Raises:
+            DeadlineExceededError: it begins none.
+        """
+        self.agent.check()
+        end = time.monotonic() + self.deadline_s
+        while True:
+            generation = int(self.ranks.read(_generation_key(container), max(end - time.monotonic(), 0.0)))
+            with self._lock:
+                if generation > self._generation:
+                    self._generation = generation
+                    return ContainerVersion(container, generation)
+            # That of an earlier attempt; a value that changes is no event of the store.
+            if time.monotonic() >= end:
+                raise DeadlineExceededError.of(_generation_key(container), "rank 0", self.deadline_s)
+            time.sleep(_GENERATION_POLL_S)
 
     def create(self, one: ObjectVersion, size: int) -> SegmentObject:
         """A new object on this node; `size` in bytes as far as known. Use it in a `with` block: it is sealed at

@@ -31,7 +31,7 @@ from replicator.store.mounts import filesystem_of
 FORMAT_VERSION = 1
 CLIENT_ID = re.compile(r"(?:agent-)?[0-9a-f]{1,64}")
 TEMPORARY = ".tmp-"
-_DIRECTORIES = ("segments", "objects", "manifests", "jobs", "clients", "quarantine")
+_DIRECTORIES = ("segments", "objects", "manifests", "jobs", "clients", "quarantine", "unfinished")
 _GENERATION = re.compile(r"[0-9a-f]{16}")
 
 
@@ -82,6 +82,11 @@ class StorePaths:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
+
+    @property
+    def unfinished(self) -> Path:
+        """Marks of saves that are being made."""
+        return self.root / "unfinished"
 
     @property
     def agent_lock(self) -> Path:

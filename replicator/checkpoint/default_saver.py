@@ -1,0 +1,370 @@
+"""The stages of a save on top of a session: `DefaultCheckpointSaver`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from replicator.checkpoint.buckets import (
+    ObjectWriteBucket,
+    WriteItemResolver,
+    in_threads,
+    is_blob,
+    resolve_blob,
+    resolve_tensor,
+    split_items,
+    write_object,
+)
+from replicator.checkpoint.flat_state import stage_flat
+from replicator.checkpoint.gathering import Sealed, collect, missing_ranks, report
+from replicator.checkpoint.metadata_bytes import metadata_bytes
+from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of
+from replicator.checkpoint.objects import CheckpointObjectManager
+from replicator.checkpoint.saver import CheckpointSaver
+from replicator.checkpoint.staging import Stager
+from replicator.client.outstanding import CommitInfo, ReplicaInfo
+from replicator.client.replication import ReplicationManager
+from replicator.errors import ConfigError, SaveError
+from replicator.ids import CheckpointContainerId, CheckpointObjectId, ContainerVersion
+
+logger = logging.getLogger("replicator.checkpoint")
+
+COORDINATOR = 0
+"""The global rank that begins and commits."""
+
+
+@dataclass
+class _Save:
+    """The save at hand. `listed`: names of objects that its metadata speak of."""
+
+    version: ContainerVersion
+    buckets: list[ObjectWriteBucket] = field(default_factory=list)
+    listed: set[str] = field(default_factory=set)
+
+
+class DefaultCheckpointSaver(CheckpointSaver):
+    """One per rank, for one save after another. Not thread-safe, but the stages of a save may run in several threads.
+
+    May be pickled, for a process that is started and not forked: there `write_data` and `async_replicate_object` of the
+    save at hand may be called.
+
+    Args:
+        global_rank_getter, local_rank_getter: this rank's number in the job, and on its node. Global rank 0 commits;
+            local rank 0 writes the metadata.
+        global_barrier_func: returns when every rank has called it; raises when one does not come.
+        ckpt_obj_manager: the objects, of the session into which is saved.
+        replication_manager: makes the copies; default: that of the session.
+        initial_buffer_size_bytes: reserved for an object at first, which grows when that was too small; default: what
+            its items take.
+        use_optimized_save: write dense tensors with one copy; False: with `torch.save`. What is read is the same.
+        copy_cpu_tensors: False: `stage_data` hands on tensors that are on the CPU as they are. Only for callers that
+            leave them alone until `write_data` has returned.
+        resumable: whether a job can go on from what is saved; False, for instance, for the model alone.
+    """
+
+    def __init__(
+        self,
+        global_rank_getter: Callable[[], int],
+        local_rank_getter: Callable[[], int],
+        global_barrier_func: Callable[[], None],
+        ckpt_obj_manager: CheckpointObjectManager,
+        replication_manager: ReplicationManager | None = None,
+        initial_buffer_size_bytes: int | None = None,
+        use_optimized_save: bool = True,
+        *,
+        copy_cpu_tensors: bool = True,
+        resumable: bool = True,
+    ) -> None:
+        if initial_buffer_size_bytes is not None and initial_buffer_size_bytes < 1:
+            raise ConfigError(f"initial_buffer_size_bytes: expected 1 or more, found {initial_buffer_size_bytes}")
+        self._global_rank = global_rank_getter
+        self._local_rank = local_rank_getter
+        self._barrier = global_barrier_func
+        self._objects = ckpt_obj_manager
+        self._replication = replication_manager
+        self._initial_size = initial_buffer_size_bytes
+        self._stock = not use_optimized_save
+        self._copy_cpu_tensors = copy_cpu_tensors
+        self._resumable = resumable
+        self._stager = Stager()
+        self._save: _Save | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            # The other process is no rank of its own, and torch.distributed is not initialised there.
+            "_global_rank": _Constant(self._global_rank()),
+            "_local_rank": _Constant(self._local_rank()),
+            "_barrier": _no_barrier,
+            "_replication": None,
+            "_stager": Stager(),
+            "_save": None if self._save is None else _Save(self._save.version),
+        }
+
+    # -- stages
+
+    def initialize_checkpoint(self, checkpoint_id: CheckpointId) -> None:
+        """Raises, beside the errors of `replicator.init`:
+
+        InvalidIdError: the id names no step, the root for instance.
+        ConfigError: ranks that cannot be.
+        DeadlineExceededError: on another rank than the coordinator, which began nothing.
+        StaleEpochError: a newer incarnation of the job exists.
+        """
+        container = self._container(checkpoint_id)
+        rank = self._checked_rank()
+        self._objects.mark_unfinished(container, self._local_rank(), rank)
+        try:
+            if self._save is not None:
+                logger.warning("%s was never finalized by rank %d; it is given up", self._save.version, rank)
+                self._objects.forget(self._save.version.container)
+                self._save = None
+            self._clear_marks(container)
+            begun = self._objects.begin(container, self) if rank == COORDINATOR else self._objects.follow(container)
+        except BaseException:
+            self._objects.mark_finished(container, self._local_rank())
+            raise
+        self._save = _Save(begun)
+
+    def stage_data(
+        self, checkpoint_id: CheckpointId, state_dict: dict[str, Any], non_blocking: bool = True
+    ) -> dict[str, Any]:
+        """Values that are no tensors pass through. The copies are owned by what is returned: training may go on (F02).
+
+        Tensors of buckets that were prepared before are copied too, and the buckets hold the copies from then on; a
+        tensor that is both in the state and in a bucket is copied once.
+
+        Raises:
+            ConfigError: the state is not flattened; with the key.
+            UnsupportedError: a tensor that cannot be saved; with the key.
+        """
+        save = self._begun(checkpoint_id)
+        return stage_flat(
+            self._stager, state_dict, save.buckets, non_blocking=non_blocking, copy_cpu=self._copy_cpu_tensors
+        )
+
+    def prepare_write_data(
+        self,
+        checkpoint_id: CheckpointId,
+        write_items: Sequence[WriteItem],
+        resolver: WriteItemResolver,
+        object_name_prefix: str,
+        bucket_count: int,
+    ) -> list[ObjectWriteBucket]:
+        """CPU tensors that are views of something larger, or not contiguous, become contiguous copies; tensors on a
+        device do when they are staged or written.
+
+        Raises:
+            SaveError: a key that occurs twice, or whose value cannot be had; with the key.
+            InvalidIdError: a prefix that cannot be one.
+        """
+        save = self._begun(checkpoint_id)
+        rank = self._global_rank()
+        _check_unique(write_items, rank)
+        buckets = []
+        for number, items in enumerate(split_items(write_items, bucket_count)):
+            name = f"{object_name_prefix}_{number}_src{rank}.distcp"
+            bucket = ObjectWriteBucket(CheckpointObjectId(save.version.container, name), name, [], [])
+            for item in items:
+                if is_blob(item):
+                    bucket.bytesio_data.append((item, resolve_blob(resolver, item)))
+                else:
+                    bucket.add_tensor(item, resolve_tensor(resolver, item).detach())
+            buckets.append(bucket)
+        save.buckets += buckets
+        return buckets
+
+    def write_data(
+        self,
+        checkpoint_id: CheckpointId,
+        write_buckets: Sequence[ObjectWriteBucket],
+        replicate_after_write: bool,
+        thread_count: int = 1,
+    ) -> list[WriteResult]:
+        """May be called again after an error: an object that is there with the same content is written over. What an
+        earlier attempt at the step left, in this or an earlier incarnation, is in nobody's way.
+
+        Raises:
+            SaveError, or what all errors have in common: with the object and the key of each.
+            ConfigError: buckets with the same name, or of another container.
+        """
+        save = self._begun(checkpoint_id)
+        threads = max(thread_count, 1)
+        _check_names(write_buckets, save.version.container, self._global_rank())
+
+        def write(bucket: ObjectWriteBucket) -> list[WriteResult]:
+            with _bounded_threads(threads):
+                return self._write(bucket, replicate_after_write)
+
+        work = [(bucket.object_name, lambda bucket=bucket: write(bucket)) for bucket in write_buckets]
+        written = in_threads(work, threads, f"{save.version.container} on rank {self._global_rank()}")
+        return [result for part in written for result in part]
+
+    def async_replicate_object(self, object_id: CheckpointObjectId) -> list[Future[ReplicaInfo]]:
+        """Never waits for a peer; raises StaleEpochError when a newer incarnation of the job exists."""
+        return self._objects.replicate(object_id, self._replication)
+
+    def write_metadata(
+        self, checkpoint_id: CheckpointId, metadata: Metadata, md_object_name: str = METADATA_NAME
+    ) -> None:
+        """Does nothing on other ranks than local rank 0. Nodes that write it must give the same metadata."""
+        save = self._begun(checkpoint_id)
+        if self._local_rank() != 0:
+            return
+        one = CheckpointObjectId(save.version.container, md_object_name)
+        self._objects.write_bytes(one, metadata_bytes(metadata))
+        self.async_replicate_object(one)
+        save.listed.add(md_object_name)
+        for info in (metadata.storage_data or {}).values():
+            save.listed.add(posixpath.normpath(posixpath.join(posixpath.dirname(md_object_name), info.relative_path)))
+
+    def finalize_checkpoint(self, checkpoint_id: CheckpointId) -> Future[CommitInfo] | None:
+        """What is superseded is removed by the agents of all nodes, under their retention rules, from then on.
+
+        Raises:
+            SaveError: the barrier threw, a rank did not come or saved something else, or objects are missing or
+                differ; with the ranks or the objects. The save has failed then, on the coordinator at least.
+            ReplicatorError: on the coordinator: the commit was refused.
+        """
+        save = self._begun(checkpoint_id)
+        container, rank = save.version.container, self._checked_rank()
+        session = self._objects.session
+        self._save = None
+        try:
+            self._objects.mark_finished(container, self._local_rank())
+            mine = Sealed(rank, save.version, session.node.node_id, self._objects.entries(container))
+            report(session.ranks, mine)
+            self._wait_for_all(mine)
+            if rank != COORDINATOR:
+                return None
+            entries = collect(session.ranks, mine, session.deadline_s)
+            _check_complete(save, {entry.name for entry in entries})
+            futures = self._objects.commit(save.version, entries, session.ranks.world_size, self._resumable)
+        except BaseException:
+            if rank == COORDINATOR:
+                self._objects.abandon(save.version)
+            raise
+        finally:
+            self._objects.forget(container)
+        futures.committed.add_done_callback(self._objects.log_failure)
+        return futures.protected
+
+    def close(self) -> None:
+        """Let go of the memory that staging keeps for the next save. The saver may be used on."""
+        self._stager.clear()
+
+    # -- parts
+
+    def _container(self, checkpoint_id: CheckpointId) -> CheckpointContainerId:
+        return container_of(checkpoint_id, self._objects.session.job)
+
+    def _checked_rank(self) -> int:
+        rank, ranks = self._global_rank(), self._objects.session.ranks
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks.world_size:
+            raise ConfigError(
+                f"global_rank_getter: expected a rank of the {ranks.world_size} that this session has, found {rank!r}"
+            )
+        return rank
+
+    def _begun(self, checkpoint_id: CheckpointId) -> _Save:
+        container = self._container(checkpoint_id)
+        if self._save is None or self._save.version.container != container:
+            at_hand = "none" if self._save is None else str(self._save.version.container)
+            raise ConfigError(f"{container} is not being saved ({at_hand} is); call initialize_checkpoint first")
+        return self._save
+
+    def _clear_marks(self, container: CheckpointContainerId) -> None:
+        """Of saves that were not finalized: this rank's, and on local rank 0 those of earlier incarnations."""
+        for (other, local_rank), writer in self._objects.unfinished().items():
+            mine = local_rank == self._local_rank()
+            old = self._local_rank() == 0 and (writer is None or writer.epoch != self._objects.session.epoch)
+            if (other == container and mine) or not (mine or old):
+                continue
+            who = "a rank" if writer is None else f"rank {writer.global_rank} (pid {writer.pid}, epoch {writer.epoch})"
+            logger.warning("%s was left unfinished by %s", other, who)
+            self._objects.mark_finished(other, local_rank)
+
+    def _write(self, bucket: ObjectWriteBucket, replicate: bool) -> list[WriteResult]:
+        with self._objects.acquire_buffer(bucket.object_id, self._initial_size or bucket.size_bytes) as sink:
+            results = write_object(sink, bucket.object_name, bucket.tensor_data, bucket.bytesio_data, stock=self._stock)
+        if replicate:
+            self.async_replicate_object(bucket.object_id)
+        return results
+
+    def _wait_for_all(self, mine: Sealed) -> None:
+        try:
+            self._barrier()
+        except Exception as error:
+            raise SaveError(
+                f"{mine.version.container} is not committed: the barrier threw on rank {mine.rank}, "
+                f"{type(error).__name__}: {error}; {missing_ranks(self._objects.session.ranks, mine)}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A getter that can be pickled."""
+
+    value: int
+
+    def __call__(self) -> int:
+        return self.value
+
+
+def _no_barrier() -> None:
+    raise ConfigError("the barrier of the ranks is in the process that made the saver; call finalize_checkpoint there")
+
+
+def _check_unique(items: Sequence[WriteItem], rank: int) -> None:
+    seen: set[MetadataIndex] = set()
+    for item in items:
+        if item.index in seen:
+            raise SaveError(f"key {item.index.fqn!r} occurs twice in the items of rank {rank}; each is saved once")
+        seen.add(item.index)
+
+
+def _check_names(buckets: Sequence[ObjectWriteBucket], container: CheckpointContainerId, rank: int) -> None:
+    seen: set[str] = set()
+    for bucket in buckets:
+        if bucket.object_id != CheckpointObjectId(container, bucket.object_name):
+            raise ConfigError(f"expected buckets of {container}, found {bucket.object_name!r} with {bucket.object_id}")
+        if bucket.object_name in seen:
+            raise ConfigError(
+                f"rank {rank} has two buckets called {bucket.object_name!r} in {container}; prepare them with "
+                "different prefixes"
+            )
+        seen.add(bucket.object_name)
+
+
+def _check_complete(save: _Save, sealed: set[str]) -> None:
+    """The metadata must be there, and what they speak of."""
+    if not save.listed:
+        raise SaveError(f"{save.version.container} has no metadata; call write_metadata before finalize_checkpoint")
+    missing = sorted(save.listed - sealed)
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise SaveError(
+            f"{save.version.container} is not committed: its metadata lists objects that no rank sealed: {shown}"
+        )
+
+
+@contextmanager
+def _bounded_threads(writers: int) -> Iterator[None]:
+    """Half of the processors for PyTorch's own threads, shared by the writers; afterwards what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) // 2 // writers)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
