@@ -126,5 +126,7 @@ def _check_kind(tensor: torch.Tensor) -> None:
         return
     try:
         template_of(tensor.dtype, ())
+        # Planners ask for it, and know no raw bits.
+        torch._utils._element_size(tensor.dtype)
     except Exception as error:
         raise UnsupportedError(f"PyTorch does not save {tensor.dtype}: {error}") from error

@@ -21,8 +21,10 @@ from replicator.client.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-REFUSED_DTYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
-"""PyTorch itself cannot save them."""
+REFUSED_DTYPES = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8"} | {
+    f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)
+}
+"""PyTorch's planner, or `torch.save`, does not know them."""
 QUANTIZED = {"qint8", "quint8", "qint32"}
 PACKED = {"quint4x2", "quint2x4"}
 
@@ -96,7 +98,7 @@ REFUSED = REFUSED_DTYPES | {
 }
 
 
-BY_PLANNER = {"mkldnn", "nested", "jagged", "masked", "uninitialised"}
+BY_PLANNER = REFUSED_DTYPES | {"mkldnn", "nested", "jagged", "masked", "uninitialised"}
 
 
 def table() -> dict[str, torch.Tensor]:
