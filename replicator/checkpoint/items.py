@@ -18,6 +18,7 @@ from replicator.checkpoint.page_lock import PAGE_LOCKS
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, is_templated, payload_view, template_of
 from replicator.errors import UnsupportedError
 
+_PACKED = (torch.quint4x2, torch.quint2x4)
 _UNKNOWN = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
@@ -118,6 +119,8 @@ def saved_bytes(tensor: torch.Tensor) -> io.BytesIO:
             small, so it is tried.
         Exception: what `torch.save` raises.
     """
+    if tensor.dtype in _PACKED:
+        raise UnsupportedError(f"PyTorch does not copy {tensor.dtype} into the tensor that is loaded")
     stream = io.BytesIO()
     torch.save(_own_storage(tensor), stream)
     if is_templated(tensor):
@@ -178,7 +181,10 @@ def payload_range(
     None when the item cannot be a templated tensor of this dtype and shape, because its length is another:
     then it must be read whole and given to `torch.load`. The range is the smallest contiguous one.
     """
-    template = template_of(dtype, tuple(saved_shape))
+    try:
+        template = template_of(dtype, tuple(saved_shape))
+    except (RuntimeError, TypeError, KeyError):  # a dtype that has no plain tensors: a quantized one
+        return None
     if template.total_bytes != item_length:
         return None
     element = template.payload_bytes // max(_product(saved_shape), 1)

@@ -118,13 +118,15 @@ class WholeReading:
             return None
         loaded = torch.load(stream, map_location="cpu", weights_only=True)
         box = narrow_tensor_by_index(loaded, request.storage_offsets, request.lengths)
-        target = planner.resolve_tensor(request).detach()
+        target = planner.resolve_tensor(request)
         if target.size() != box.size():
             raise ValueError(
                 f"{request.storage_index.fqn}: expected a tensor of {tuple(box.size())} elements to load into, "
                 f"found {tuple(target.size())}"
             )
-        target.copy_(box)
+        with torch.no_grad():
+            # Not into a detached one: sparse tensors get other indices, quantized ones another scale.
+            target.copy_(box)
         planner.commit_tensor(request, target)
         return None
 

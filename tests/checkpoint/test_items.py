@@ -122,3 +122,9 @@ def test_another_length_is_not_templated() -> None:
     offset, length = write_item(sink, torch.randn(3, 3))
     assert payload_range(offset, length + 1, torch.float32, (3, 3), (0, 0), (3, 3)) is None
     assert payload_range(offset, length, torch.float64, (3, 3), (0, 0), (3, 3)) is None
+
+
+def test_quantized_tensors_are_read_whole() -> None:
+    sink = Sink()
+    offset, length = write_item(sink, torch.quantize_per_tensor(torch.rand(3, 4), 0.1, 3, torch.quint8))
+    assert payload_range(offset, length, torch.quint8, (3, 4), (0, 0), (3, 4)) is None

@@ -21,9 +21,8 @@ from replicator.client.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-REFUSED_DTYPES = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8"} | {
-    f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)
-}
+RAW_BITS = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8"}
+REFUSED_DTYPES = RAW_BITS | {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
 """PyTorch's planner, or `torch.save`, does not know them."""
 QUANTIZED = {"qint8", "quint8", "qint32"}
 PACKED = {"quint4x2", "quint2x4"}
@@ -86,16 +85,20 @@ def layouts() -> dict[str, Callable[[], torch.Tensor]]:
     }
 
 
-REFUSED = REFUSED_DTYPES | {
-    "zeros_without_memory",
-    "mkldnn",
-    "meta",
-    "subclass",
-    "nested",
-    "jagged",
-    "masked",
-    "uninitialised",
-}
+REFUSED = (
+    REFUSED_DTYPES
+    | PACKED
+    | {
+        "zeros_without_memory",
+        "mkldnn",
+        "meta",
+        "subclass",
+        "nested",
+        "jagged",
+        "masked",
+        "uninitialised",
+    }
+)
 
 
 BY_PLANNER = REFUSED_DTYPES | {"mkldnn", "nested", "jagged", "masked", "uninitialised"}
@@ -133,13 +136,15 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def blank(tensor: torch.Tensor) -> torch.Tensor:
     """Something of its kind to load into."""
     if tensor.layout != torch.strided:
-        return tensor.detach().clone()
+        other = tensor.detach().clone()
+        (other._values() if tensor.layout == torch.sparse_coo else other.values()).zero_()
+        return other
     if tensor.is_quantized:
         other = torch.zeros(tensor.shape)
         if tensor.qscheme() == torch.per_tensor_affine:
             return torch.quantize_per_tensor(other, 1.0, 0, tensor.dtype)
-        channels = torch.zeros(tensor.shape[0])
-        return torch.quantize_per_channel(other, channels + 1, channels, 0, tensor.dtype)
+        scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return torch.quantize_per_channel(other, torch.ones_like(scales), torch.zeros_like(points), 0, tensor.dtype)
     size = tensor.numel() * tensor.element_size()
     return torch.zeros(size, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
