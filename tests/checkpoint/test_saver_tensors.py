@@ -73,7 +73,9 @@ def layouts() -> dict[str, Callable[[], torch.Tensor]]:
         "sparse_csc": lambda: (base - 0.5).relu().to_sparse_csc(),
         "sparse_bsr": lambda: (base - 0.5).relu().to_sparse_bsr((2, 2)),
         "sparse_bsc": lambda: (base - 0.5).relu().to_sparse_bsc((2, 2)),
-        "per_channel": lambda: torch.quantize_per_channel(base, torch.rand(6) + 0.1, torch.arange(6), 0, torch.qint8),
+        "per_channel": lambda: torch.quantize_per_channel(
+            base, torch.arange(6) * 0.1 + 0.1, torch.arange(6), 0, torch.qint8
+        ),
         "mkldnn": base.to_mkldnn,
         "meta": lambda: base.to("meta"),
         "zeros_without_memory": lambda: torch._efficientzerotensor((3,)),
