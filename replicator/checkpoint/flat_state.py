@@ -127,6 +127,6 @@ def _check_kind(tensor: torch.Tensor) -> None:
     try:
         template_of(tensor.dtype, ())
         # Planners ask for it, and know no raw bits.
-        torch._utils._element_size(tensor.dtype)
+        torch._utils._element_size(tensor.dtype)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise UnsupportedError(f"PyTorch does not save {tensor.dtype}: {error}") from error
