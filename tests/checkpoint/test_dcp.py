@@ -305,7 +305,8 @@ def test_a_lost_node_is_replaced(shm_root: Path) -> None:
         results = run_job(two, load_sharded, 5)
         assert [(good, step) for good, step, _ in results] == [(True, 5)] * 2
         assert results[0][2] == []
-        assert "__1_0.distcp" in results[1][2]
+        # Unless the survivor has brought it there before anybody asked.
+        assert "__1_0.distcp" in results[1][2] or any(two[1].root.glob("objects/*/*/*/__1_0.distcp"))
         assert run_job(two, save_sharded, 6)[0].container.step == 6
 
 
