@@ -33,7 +33,8 @@ from replicator.agent.telling import tell_all
 from replicator.agent.threads import run_to_end
 from replicator.config import AgentConfig
 from replicator.decide.backpressure import plan_skips
-from replicator.decide.types import HeldObject, Manifest, listed, recency
+from replicator.decide.supersede import still_wanted, superseding
+from replicator.decide.types import HeldObject, Manifest, listed
 from replicator.errors import (
     CommitError,
     NotFoundError,
@@ -57,7 +58,8 @@ MAX_OPEN = 64
 MAX_REPORTS = 8
 # A committed container of which nothing was acknowledged for so long: who waits for its protection is told.
 UNPROTECTED_DEADLINES = 20
-# Unprotected containers of a job that are taken up again after a restart, or when other nodes come and go.
+# Unprotected containers of a job that are taken up again after a restart, or when other nodes come and go; and as many
+# that are not resumable.
 RESUMED_PER_JOB = 2
 
 Report = Callable[[local_pb2.CommitEvent], None]
@@ -389,7 +391,7 @@ class Committer:
         return ReplicationError(
             f"{version} is committed and not protected: for {limit_s:.1f} s nothing of it was acknowledged, and still "
             f"awaited are {listed(reasons)}. Its objects are intact on their owners; it is protected later when the "
-            "buddies come back before a newer one is protected"
+            "buddies come back before a newer one of its kind is protected"
         )
 
     def _protect_if_due(self, entry: _Open) -> None:
@@ -522,29 +524,26 @@ class Committer:
                 self._distribute(entry, self._others(job), self._config.deadline_s)
             self._own_copies.check(version)
 
-    def _unprotected(self, job: str) -> list[ContainerVersion]:
-        """The newest committed containers here that are not protected, and newer than all that are; a few at most."""
-        found: list[ContainerVersion] = []
-        for version in sorted(self._store.versions(job), key=recency, reverse=True):
-            if self._store.is_protected(version) or len(found) == RESUMED_PER_JOB:
-                break
-            if self._manifests.get(version) is not None:
-                found.append(version)
-        return found
+    def _unprotected(self, job: str) -> tuple[ContainerVersion, ...]:
+        """The newest committed containers here that are not protected, and that nothing supersedes; a few at most."""
+        return still_wanted(self._manifests.committed(job), self._manifests.protected(job), RESUMED_PER_JOB)
 
     async def close(self) -> None:
         """Give up what is under way; it is taken up by `resume` or by the trainers."""
         await self._background.close()
 
     async def _superseded(self, version: ContainerVersion) -> None:
-        """The container is protected: forget what is kept in memory of it and of older ones, then drop those."""
+        """The container is protected: forget what is kept in memory of it and of what is superseded, then drop that."""
         job = version.container.job
         self._open.pop(version, None)
         self._background.cancel("watch", version)
         self._background.cancel("send again", version)
         self._own_copies.forget(version)
-        for older in [one for one in self._open if one.container.job == job and recency(one) < recency(version)]:
-            self._forget(older, f"{version} is newer and protected")
+        protected = self._manifests.protected(job)
+        for older, entry in list(self._open.items()):
+            newer = superseding(older, entry.manifest.resumable, protected)
+            if newer is not None:
+                self._forget(older, f"{newer} is newer and protected")
         await self._retention.run(job)
 
     def _forget(self, version: ContainerVersion, reason: str) -> None:

@@ -43,6 +43,24 @@ class Manifests:
         found = self._find(version)
         return None if found is None or found[2] is None else (found[0], found[1])
 
+    def is_resumable(self, version: ContainerVersion) -> bool:
+        """Whether a job can go on from it; what is not known to be otherwise is."""
+        manifest = self.get(version)
+        return manifest is None or manifest.resumable
+
+    def committed(self, job: str) -> dict[ContainerVersion, bool]:
+        """The containers of a job whose manifest is stored here, and whether each is resumable."""
+        found = ((version, self.get(version)) for version in self._store.versions(job))
+        return {version: manifest.resumable for version, manifest in found if manifest is not None}
+
+    def protected(self, job: str) -> dict[ContainerVersion, bool]:
+        """Those of `committed` that are protected."""
+        return {
+            version: manifest.resumable
+            for version in self._store.versions(job)
+            if self._store.is_protected(version) and (manifest := self.get(version)) is not None
+        }
+
     def put(
         self,
         data: bytes,

@@ -19,7 +19,8 @@ from replicator.agent.patience import repeat
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.config import AgentConfig
-from replicator.decide.types import HeldObject, Manifest, recency
+from replicator.decide.supersede import superseding
+from replicator.decide.types import HeldObject, Manifest
 from replicator.errors import CommitError, ReplicatorError, SaveSkippedError, StaleEpochError
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
@@ -115,7 +116,7 @@ class OwnCopies:
         return self._replicator.lacking(version, names)
 
     async def _look_again(self, version: ContainerVersion) -> None:
-        """A buddy that was given up may come back, and a coordinator too, as long as nothing newer is protected."""
+        """A buddy that was given up may come back, and a coordinator too, as long as nothing newer supersedes it."""
         job = version.container.job
         pauses = 1
         while True:
@@ -124,10 +125,7 @@ class OwnCopies:
             manifest = self._manifests.get(version)
             if manifest is None or self._store.is_protected(version):
                 return
-            if any(
-                recency(newer) > recency(version) and self._store.is_protected(newer)
-                for newer in self._store.versions(job)
-            ):
+            if superseding(version, manifest.resumable, self._manifests.protected(job)) is not None:
                 return
             mine = self._of_this_node(manifest)
             missing = self._missing(version, mine)

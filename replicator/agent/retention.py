@@ -17,6 +17,7 @@ from replicator.agent.logs import fields
 from replicator.agent.manifests import Manifests
 from replicator.config import AgentConfig
 from replicator.decide.retention import Drop, RetentionView, plan_retention
+from replicator.decide.supersede import superseding
 from replicator.decide.types import Manifest, describe, recency
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.store import Store
@@ -87,7 +88,7 @@ class Retention:
             (
                 held
                 for held in self._store.versions(version.container.job)
-                if self._is_protected(held) and self._is_resumable(held)
+                if self._is_protected(held) and self._manifests.is_resumable(held)
             ),
             key=recency,
         )
@@ -123,8 +124,7 @@ class Retention:
     def note_recoverable(self, version: ContainerVersion) -> None:
         """A job found this container to be recoverable: keep it until it finds another, or protects a newer one."""
         job = version.container.job
-        protected = [held for held in self._store.versions(job) if self._is_protected(held)]
-        self._recoverable[job] = (version, max(protected, key=recency, default=None))
+        self._recoverable[job] = (version, self._superseding(version))
 
     def note_retrieved(self, version: ContainerVersion) -> None:
         """A trainer brings this container here to load it: keep it until a later epoch's container is protected."""
@@ -142,10 +142,10 @@ class Retention:
         short = self._short.get(job, {})
         marked = [version for version in versions if self._is_protected(version)]
         protected = [version for version in marked if not (short.get(version, False) if pressed else version in short)]
-        newest_epoch = max((version.epoch for version in protected if self._is_resumable(version)), default=0)
+        newest_epoch = max((version.epoch for version in protected if self._manifests.is_resumable(version)), default=0)
         retrieved = self._retrieved.get(job)
         recoverable, newest_then = self._recoverable.get(job, (None, None))
-        if max(marked, key=recency, default=None) != newest_then:
+        if recoverable is not None and self._superseding(recoverable) != newest_then:
             recoverable = None  # What was protected since then was acknowledged by all its holders later than that.
         views = []
         for version in versions:
@@ -179,9 +179,9 @@ class Retention:
                     return False
         return True
 
-    def _is_resumable(self, version: ContainerVersion) -> bool:
-        manifest = self._manifests.get(version)
-        return manifest is None or manifest.resumable
+    def _superseding(self, version: ContainerVersion) -> ContainerVersion | None:
+        job = version.container.job
+        return superseding(version, self._manifests.is_resumable(version), self._manifests.protected(job))
 
     def _is_protected(self, version: ContainerVersion) -> bool:
         return self._store.is_protected(version) and self._store.manifest(version) is not None

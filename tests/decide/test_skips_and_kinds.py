@@ -7,6 +7,7 @@ from decide_samples import manifest, version
 
 from replicator.decide.backpressure import plan_skips
 from replicator.decide.retention import RetentionView, plan_retention
+from replicator.decide.supersede import still_wanted, superseding
 from replicator.errors import ConfigError
 from replicator.ids import CheckpointContainerId, ContainerVersion
 from replicator.wire import manifest_from_bytes, manifest_to_bytes
@@ -57,6 +58,25 @@ def test_a_model_only_one_evicts_nothing_that_a_job_can_go_on_from() -> None:
     # The other way round it goes like all others, and does not count as one that is kept.
     early = RetentionView(version(1, attempt=0), True, True, resumable=False)
     assert [drop.version for drop in plan_retention([early, *steps], 3)] == [early.version]
+
+
+def test_what_a_job_can_go_on_from_is_superseded_by_its_like_only() -> None:
+    """F43: the copies of the resumable one are still wanted, however many newer ones of the model alone are safe."""
+    protected = {C: False, D: False}
+    assert superseding(A, False, protected) == D
+    assert superseding(A, True, protected) is None
+    assert superseding(A, True, {**protected, B: True}) == B
+    assert superseding(B, True, {A: True, B: True}) is None
+    assert superseding(ContainerVersion(CheckpointContainerId("other", 1), A.generation), False, protected) is None
+
+
+def test_copies_of_both_kinds_are_wanted_and_few_of_each() -> None:
+    """F43."""
+    committed = {A: True, B: False, C: False, D: False}
+    assert still_wanted(committed, {}, 2) == (D, C, A)
+    assert still_wanted(committed, {C: False}, 2) == (D, A)
+    assert still_wanted(committed, {C: True}, 2) == (D,)
+    assert still_wanted(committed, dict.fromkeys(committed, True), 2) == ()
 
 
 def test_every_nth_step_is_kept_also() -> None:
