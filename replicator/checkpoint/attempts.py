@@ -7,21 +7,18 @@ that is open for it, and one act of rank 0 commits everything that any rank has 
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import weakref
 from typing import BinaryIO, cast
 
-from replicator.checkpoint.committing import WaitFor, commit, give_up, log_failure, wait_for_commit
+from replicator.checkpoint.committing import WaitFor, commit, entry_of, give_up, replicate, wait_for_commit
 from replicator.checkpoint.object_file import WrittenObject
 from replicator.client.outstanding import CommitFutures
 from replicator.client.session import Session
 from replicator.decide.types import ManifestEntry
-from replicator.errors import ConfigError, ObjectExistsError, ReplicatorError, StaleEpochError
+from replicator.errors import ConfigError, ObjectExistsError, ReplicatorError
 from replicator.ids import CheckpointContainerId, ContainerVersion, validate_object_name
 from replicator.store.trailer import ObjectInfo
-
-logger = logging.getLogger("replicator.checkpoint")
 
 MAX_ATTEMPTS = 64
 """Attempts that are open in one process; the oldest ones are forgotten."""
@@ -198,20 +195,12 @@ class Attempt:
 
     def _sealed(self, info: ObjectInfo) -> None:
         """Tell rank 0, and have it copied. Trouble with copies is no trouble of the save (F40)."""
-        entry = ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)
+        entry = entry_of(info)
         self._tell(entry.name, entry)
         self._sizes.put(entry.name, entry.size)
         with self._lock:
             self._open.pop(entry.name, None)
-        try:
-            futures = self.session.replication.async_replicate(info.object)
-        except StaleEpochError:
-            raise
-        except ReplicatorError as error:
-            logger.warning("%s is on this node only: %s", info.object, error)
-            return
-        for future in futures:
-            future.add_done_callback(log_failure(self.session))
+        replicate(self.session, [info.object])
 
     def _tell(self, name: str, entry: ManifestEntry | None) -> None:
         what = [name] if entry is None else [name, entry.size, entry.crc32c, entry.owner_node_id]

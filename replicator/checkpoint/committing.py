@@ -1,4 +1,4 @@
-"""The end of a save: one commit for all that was sealed, and what the caller waits for.
+"""What every save does with objects that are sealed: copies, one commit for all of them, and what the caller waits for.
 
 A save may have several parts, each a checkpoint of its own under a prefix ("model/.metadata", "optim/.metadata"), in
 one container: then one manifest covers every object of the step, whatever wrote it (F07).
@@ -8,20 +8,54 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from replicator.client.outstanding import CommitFutures
+from replicator.client.outstanding import CommitFutures, ReplicaInfo
+from replicator.client.replication import ReplicationManager
 from replicator.client.session import Session
 from replicator.decide.types import Manifest, ManifestEntry
-from replicator.errors import ConfigError, DeadlineExceededError, ReplicatorError, SaveSkippedError
-from replicator.ids import CheckpointContainerId, ContainerVersion
+from replicator.errors import ConfigError, DeadlineExceededError, ReplicatorError, SaveSkippedError, StaleEpochError
+from replicator.ids import CheckpointContainerId, ContainerVersion, ObjectVersion
+from replicator.store.trailer import ObjectInfo
 
 logger = logging.getLogger("replicator.checkpoint")
 
 WaitFor = Literal["seal", "commit", "protected"]
 WAITS = ("seal", "commit", "protected")
+
+
+def entry_of(info: ObjectInfo) -> ManifestEntry:
+    """How a manifest lists a sealed object."""
+    return ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)
+
+
+def replicate(
+    session: Session, objects: Sequence[ObjectVersion], replication: ReplicationManager | None = None
+) -> list[Future[ReplicaInfo]]:
+    """Have sealed objects of one version copied to the buddies; one future per object and buddy.
+
+    Trouble is logged, and in the futures: it is no trouble of the save (F40).
+
+    Args:
+        replication: default: that of the session.
+
+    Raises:
+        StaleEpochError: a newer incarnation of the job exists.
+    """
+    try:
+        futures = (replication or session.replication).async_replicate_many(objects)
+    except StaleEpochError:
+        raise
+    except ReplicatorError as error:
+        what = str(objects[0]) if len(objects) == 1 else f"{len(objects)} objects of {objects[0].version}"
+        logger.warning("on this node only: %s: %s", what, error)
+        return []
+    found = [future for of_one in futures.values() for future in of_one]
+    for future in found:
+        future.add_done_callback(log_failure(session))
+    return found
 
 
 def commit(

@@ -26,6 +26,7 @@ from replicator.checkpoint.buckets import (
     split_items,
     write_object,
 )
+from replicator.checkpoint.committing import log_failure
 from replicator.checkpoint.flat_state import stage_flat
 from replicator.checkpoint.gathering import Sealed, collect, missing_ranks, report
 from replicator.checkpoint.metadata_bytes import metadata_bytes
@@ -257,7 +258,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
             raise
         finally:
             self._objects.forget(container)
-        futures.committed.add_done_callback(self._objects.log_failure)
+        futures.committed.add_done_callback(log_failure(session))
         return futures.protected
 
     def close(self) -> None:

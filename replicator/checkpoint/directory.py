@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replicator.checkpoint.attempt import Attempt
 from replicator.checkpoint.listing import Found, list_files, share_out
+from replicator.checkpoint.plain_save import PlainSave
 from replicator.client.agreement import Ranks, SingleRank
 from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
 from replicator.client.segments import SegmentObject
@@ -169,13 +169,13 @@ class _Commit:
             version = ContainerVersion(CheckpointContainerId(self._session.job, self._step), generation)
             if self._ranks.rank != 0:
                 self._session.follow(version.container, version)
-            attempt, mine = Attempt(self._session, version), shares[self._ranks.rank]
+            attempt, mine = PlainSave(self._session, version), shares[self._ranks.rank]
             objects, size = json.loads(
                 self._agree("objects", lambda: self._write(attempt, mine), lambda told: self._commit(attempt, told))
             )
         except BaseException:
             if self._begun is not None:
-                Attempt(self._session, self._begun).give_up()
+                PlainSave(self._session, self._begun).give_up()
             raise
         futures = self._futures
         return DirectoryCommit(
@@ -251,7 +251,7 @@ class _Commit:
 
     # -- their bytes
 
-    def _write(self, attempt: Attempt, names: Sequence[str]) -> bytes:
+    def _write(self, attempt: PlainSave, names: Sequence[str]) -> bytes:
         entries: list[ManifestEntry] = []
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="replicator-commit-dir") as pool:
             waiting = [pool.submit(self._write_object, attempt, name) for name in names]
@@ -268,7 +268,7 @@ class _Commit:
             raise DirectoryError(f"{self._path} changed while it was read; commit a directory that is finished")
         return json.dumps([dataclasses.astuple(entry) for entry in entries]).encode()
 
-    def _write_object(self, attempt: Attempt, name: str) -> ManifestEntry:
+    def _write_object(self, attempt: PlainSave, name: str) -> ManifestEntry:
         def fill(sink: SegmentObject) -> None:
             self._read(name, sink.next_buffer_slice, lambda _: None)
 
@@ -309,7 +309,7 @@ class _Commit:
 
     # -- the commit, on rank 0
 
-    def _commit(self, attempt: Attempt, answers: Sequence[bytes]) -> bytes:
+    def _commit(self, attempt: PlainSave, answers: Sequence[bytes]) -> bytes:
         entries = [ManifestEntry(*entry) for answer in answers for entry in json.loads(answer)]
         self._futures = attempt.commit(entries, self._ranks.world_size, resumable=self._resumable)
         return json.dumps([len(entries), sum(entry.size for entry in entries)]).encode()

@@ -5,33 +5,25 @@ A thin layer over a session: an id names a container, and the session writes att
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from replicator.checkpoint.committing import commit, entry_of, give_up, replicate
 from replicator.client.outstanding import CommitFutures, ReplicaInfo
 from replicator.client.replication import ReplicationManager
 from replicator.client.segments import SegmentObject
 from replicator.client.session import Session, current_session, open_session
-from replicator.decide.types import Manifest, ManifestEntry
-from replicator.errors import ConfigError, ReplicatorError, SaveSkippedError, StaleEpochError
+from replicator.decide.types import ManifestEntry
+from replicator.errors import ConfigError
 from replicator.ids import CheckpointContainerId, CheckpointObjectId, ContainerVersion, ObjectVersion
 from replicator.store import unfinished
 from replicator.store.paths import object_of_file
 from replicator.store.reader import ObjectReader, open_object
 from replicator.store.trailer import ObjectInfo
 
-logger = logging.getLogger("replicator.checkpoint")
-
 AnyObject = CheckpointObjectId | ObjectVersion
-
-
-def entry_of(info: ObjectInfo) -> ManifestEntry:
-    """How a manifest lists a sealed object."""
-    return ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)
 
 
 class CheckpointObjectManager:
@@ -92,10 +84,7 @@ class CheckpointObjectManager:
 
     def abandon(self, version: ContainerVersion) -> None:
         """Like `Session.abandon`; what goes wrong is logged."""
-        try:
-            self.session.abandon(version)
-        except ReplicatorError as error:
-            logger.warning("%s failed, and what was written of it is kept: %s", version, error)
+        give_up(self.session, version)
 
     def _remember(self, version: ContainerVersion) -> ContainerVersion:
         self._versions[version.container] = version
@@ -132,17 +121,7 @@ class CheckpointObjectManager:
         Raises:
             StaleEpochError: a newer incarnation of the job exists.
         """
-        version = self._at(one)
-        try:
-            futures = (replication or self.session.replication).async_replicate(version)
-        except StaleEpochError:
-            raise
-        except ReplicatorError as error:
-            logger.warning("%s is on this node only: %s", version, error)
-            return []
-        for future in futures:
-            future.add_done_callback(self.log_failure)
-        return futures
+        return replicate(self.session, [self._at(one)], replication)
 
     def entries(self, container: CheckpointContainerId) -> list[ManifestEntry]:
         """All objects of this process's attempt that ranks of this node wrote, whatever process it was."""
@@ -169,27 +148,7 @@ class CheckpointObjectManager:
             InvalidIdError: a name occurs twice.
             ReplicatorError: the agent refused.
         """
-        session = self.session
-        manifest = Manifest(
-            version=version,
-            epoch=session.epoch,
-            coordinator_node_id=session.node.node_id,
-            replicas=session.replicas,
-            world_size=world_size,
-            created_unix_ms=time.time_ns() // 1_000_000,
-            entries=tuple(sorted(entries, key=lambda entry: entry.name)),
-            resumable=resumable,
-        )
-        return session.commit(manifest)
-
-    def log_failure(self, future: Future[Any]) -> None:
-        """For futures of copies and commits that nobody waits for."""
-        error = future.exception()
-        if isinstance(error, SaveSkippedError):
-            return  # said once, of the whole container
-        # After the end of the session nobody listens any more; the agents go on.
-        if error is not None and not self.session.agent.closed:
-            logger.warning("%s", error)
+        return commit(self.session, version, entries, world_size, resumable)
 
     def _at(self, one: AnyObject) -> ObjectVersion:
         return one if isinstance(one, ObjectVersion) else self.version(one.container).object(one.name)

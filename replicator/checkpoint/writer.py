@@ -8,7 +8,6 @@ commits it: before that the checkpoint does not exist for recovery.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import pickle
 import uuid
 from collections.abc import Sequence
@@ -25,7 +24,16 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from replicator.checkpoint.buckets import is_blob, naming, resolve_blob, resolve_tensor
-from replicator.checkpoint.committing import WAITS, SaveInParts, WaitFor, commit, give_up, log_failure, wait_for_commit
+from replicator.checkpoint.committing import (
+    WAITS,
+    SaveInParts,
+    WaitFor,
+    commit,
+    entry_of,
+    give_up,
+    replicate,
+    wait_for_commit,
+)
 from replicator.checkpoint.items import Gathering, write_item
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
 from replicator.checkpoint.staging import Stager
@@ -36,13 +44,9 @@ from replicator.client.session import Session, current_session, open_session
 from replicator.decide.types import ManifestEntry
 from replicator.errors import (
     ConfigError,
-    ReplicatorError,
-    StaleEpochError,
     UnsupportedError,
 )
 from replicator.ids import CheckpointContainerId, ContainerVersion
-
-logger = logging.getLogger("replicator.checkpoint")
 
 Backpressure = Literal["skip", "block"]
 # `commit` and `protected` wait for transfers of any size; each object has a deadline of its own at the agents.
@@ -343,18 +347,8 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         return self._replicate(sink)
 
     def _replicate(self, sink: SegmentObject) -> ManifestEntry:
-        info = sink.info
-        try:
-            futures = self.session.replication.async_replicate(info.object)
-        except StaleEpochError:
-            raise
-        except ReplicatorError as error:
-            logger.warning("%s is on this node only: %s", info.object, error)
-        else:
-            self.replica_futures += futures
-            for future in futures:
-                future.add_done_callback(log_failure(self.session))
-        return ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)
+        self.replica_futures += replicate(self.session, [sink.info.object])
+        return entry_of(sink.info)
 
     @property
     def _wait_s(self) -> float:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replicator.checkpoint.attempt import Attempt
 from replicator.checkpoint.names import container_of
+from replicator.checkpoint.plain_save import PlainSave
 from replicator.client.agreement import SingleRank
 from replicator.client.outstanding import CommitFutures, CommitInfo
 from replicator.client.plan import Plan
@@ -185,7 +185,7 @@ class ReplicatorCheckpointIO(_CheckpointIO):
         session = self._session_of_all()
         if session.backpressure == "block":
             session.keep_pace(_WAIT_DEADLINES * session.deadline_s)
-        attempt = Attempt(session, session.begin(CheckpointContainerId(session.job, step), saver=self))
+        attempt = PlainSave(session, session.begin(CheckpointContainerId(session.job, step), saver=self))
         try:
             entry = attempt.write(name, _size_of(checkpoint), lambda sink: torch.save(checkpoint, sink))  # type: ignore[arg-type]
             attempt.replicate([name])

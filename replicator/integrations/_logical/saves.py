@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from replicator.checkpoint.committing import WaitFor, commit, give_up, log_failure, wait_for_commit
+from replicator.checkpoint.committing import WaitFor, commit, give_up, log_failure, replicate, wait_for_commit
 from replicator.client.agreement import Ranks
 from replicator.client.outstanding import CommitFutures, ReplicaInfo
 from replicator.client.segments import SegmentObject
@@ -302,16 +302,7 @@ class Saves:
         return True
 
     def _replicate(self, save: Save, sink: SegmentObject) -> None:
-        session = self._session()
-        try:
-            copies = session.replication.async_replicate(sink)
-        except StaleEpochError:
-            raise
-        except ReplicatorError as error:
-            logger.warning("%s is on this node only: %s", sink.object, error)
-            return
-        for copy in copies:
-            copy.add_done_callback(log_failure(session))
+        copies = replicate(self._session(), [sink.info.object])
         with self._lock:
             save.copies += copies
 
