@@ -96,7 +96,8 @@ class Drain:
         """Now."""
         short = self._healer.short() if self.active else []
         done = not self.active or self._healer.quiet
-        left, exposed = sum(one.objects for one in short), sum(one.exposed for one in short)
+        scarce, scarce_bytes = self._healer.scarce() if self.active else (0, 0)
+        left, exposed = scarce + sum(one.objects for one in short), sum(one.exposed for one in short)
         moves = self._healer.moves
         return DrainProgress(
             draining=self.active,
@@ -104,9 +105,9 @@ class Drain:
             objects_moved=moves.objects_moved - self._moved_before[0],
             bytes_moved=moves.bytes_moved - self._moved_before[1],
             objects_left=left if done else max(left, moves.objects_left),
-            bytes_left=sum(one.size_bytes for one in short) if done else moves.bytes_left,
+            bytes_left=scarce_bytes + sum(one.size_bytes for one in short) if done else moves.bytes_left,
             objects_exposed=exposed,
-            reason=self._why_left(left, exposed) if done and left else "",
+            reason=self._why_left(left, exposed, scarce) if done and left else "",
         )
 
     async def watch(self) -> AsyncGenerator[DrainProgress, None]:
@@ -163,8 +164,9 @@ class Drain:
             self._announcement.cancel()
         self._announcement = asyncio.get_running_loop().create_task(self._peers.announce())
 
-    def _why_left(self, left: int, exposed: int) -> str:
-        cannot = [f"{node} is dead" for node in sorted(self._jobs.dead)]
+    def _why_left(self, left: int, exposed: int, scarce: int) -> str:
+        cannot = [f"too few nodes stay for {scarce} of them"] if scarce else []
+        cannot += [f"{node} is dead" for node in sorted(self._jobs.dead)]
         cannot += [f"{node} is being drained" for node in sorted(self._jobs.leaving - {self._node_id})]
         cannot += [f"{node} could not take copies" for node in sorted(self._healer.moves.closed())]
         cannot += [f"{node} refused some" for node in sorted({node for _, node in self._healer.moves.refused()})]

@@ -106,6 +106,11 @@ class Healer:
         """Containers that are short of copies, as far as this node knows, newest first within a job."""
         return [short for job in sorted(self._plans) for short in self._plans[job].short]
 
+    def scarce(self) -> tuple[int, int]:
+        """Objects, and their bytes, that cannot have all their copies because too few nodes stay."""
+        plans = self._plans.values()
+        return sum(plan.scarce_objects for plan in plans), sum(plan.scarce_bytes for plan in plans)
+
     def poke(self) -> None:
         """Something changed: look at everything that is held here, soon."""
         self._look_at_all = True

@@ -201,6 +201,9 @@ class HealthMonitor:
         if reply.status != health_pb2.HealthCheckResponse.SERVING or answered is None:
             found = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
             raise PeerUnavailableError(f"the agent at {address} answers that its health is {found}: it starts or stops")
+        if isinstance(target, str) and self.state(answered.node_id) is not NodeState.ALIVE:
+            # It was believed to be elsewhere, where another one of its name had come and gone.
+            await self._peers.greet(target, limit_s)
         return answered
 
     def _on_replaced(self, before: NodeAddress, now: NodeAddress) -> None:

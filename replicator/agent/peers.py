@@ -209,6 +209,10 @@ class PeerDirectory:
         deadline_s = self._config.rpc_deadline_s
         await self._hello(self.resolve(job, node_id), "", self._now() + deadline_s, deadline_s)
 
+    async def greet(self, address: str, deadline_s: float) -> None:
+        """Ask anew who is at an address: that is where the node is from now on. Raises like `unary`."""
+        await self._hello(address, "", self._now() + deadline_s, deadline_s)
+
     async def announce(self) -> None:
         """Tell everybody where this agent is reached now; those who do not answer will hear it another time."""
         await asyncio.gather(*(self.announce_to(node) for node in self.known()), return_exceptions=True)

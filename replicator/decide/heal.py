@@ -93,11 +93,17 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class HealingPlan:
-    """What is to be done, what is short of copies, and what can be called protected; newest container first."""
+    """What is to be done, what is short of copies, and what can be called protected; newest container first.
+
+    `scarce_objects`, `scarce_bytes`: of all containers, what has a copy on every node that stays and still fewer than
+    `replicas` + 1, because so few stay. Nothing can be done for it, and it is not short.
+    """
 
     moves: tuple[Move, ...] = ()
     short: tuple[Short, ...] = ()
     whole: tuple[Whole, ...] = ()
+    scarce_objects: int = 0
+    scarce_bytes: int = 0
 
 
 def standing_buddies(
@@ -159,7 +165,7 @@ def plan_healing(
     plan = _Plan(manifests, inventories, standing, owners, place)
     for version in sorted(manifests, key=lambda version: (recency(version), version.container.job), reverse=True):
         plan.add(version)
-    return HealingPlan(tuple(plan.moves), tuple(plan.short), tuple(plan.whole))
+    return HealingPlan(tuple(plan.moves), tuple(plan.short), tuple(plan.whole), plan.scarce_objects, plan.scarce_bytes)
 
 
 @dataclass(slots=True)
@@ -186,6 +192,7 @@ class _Plan:
         self.moves: list[Move] = []
         self.short: list[Short] = []
         self.whole: list[Whole] = []
+        self.scarce_objects = self.scarce_bytes = 0
         self._manifests = manifests
         self._standing = standing
         self._owners = owners
@@ -252,6 +259,9 @@ class _Plan:
             sure = {node for node in counting if node in readable}
             everywhere = (sure if everywhere is None else everywhere & sure) if len(sure) >= enough else set()
             if missing <= 0:
+                if len(have) < enough:
+                    self.scarce_objects += 1
+                    self.scarce_bytes += entry.size
                 continue
             if not is_protected and owner in readable and self._is_with_its_owner(by_right):
                 continue

@@ -13,6 +13,7 @@ import pytest
 from cluster import Cluster, Node, dead_peer, mute_peer
 
 from replicator.agent.counters import Counters
+from replicator.agent.health import HealthMonitor, NodeHealth, NodeState
 from replicator.agent.jobs import Jobs
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.transport import SocketTransport
@@ -227,3 +228,40 @@ async def test_links_that_are_not_used_are_bounded(
         for node in agents.nodes:
             assert await _status(peers, node.address) == node.node_id
     assert len(peers._links) <= 2
+
+
+async def test_a_node_is_found_again_after_another_one_of_its_name_came_and_went(
+    shm_root: Path, own_three: Cluster
+) -> None:
+    """F19, F34: it answered at its address all the time, on a connection on which nobody had to ask who is there."""
+    node = own_three.nodes[0]
+    there = node.address.grpc_address
+    config = AgentConfig(root=str(shm_root / "me"), node_id="me", deadline_s=1.5, peers=(there,))
+    store = Store(open_root(shm_root / "me", create=True))
+    directory = PeerDirectory(config, ME, Jobs(store, ME, 1), Counters(), SocketTransport(config).channel)
+    monitor = HealthMonitor(config, directory, Counters())
+    double = Node(node.node_id, shm_root / "double", own_three.flags)
+    alive = asyncio.Event()
+
+    def changed(before: NodeHealth | None, now: NodeHealth) -> None:
+        if now.state is NodeState.ALIVE and now.node == node.address:
+            alive.set()
+
+    await _status(directory, there)
+    try:
+        await asyncio.to_thread(double.start)
+        await _status(directory, double.address.grpc_address)
+        assert directory.identity("n0") == double.address.identity
+    finally:
+        await asyncio.to_thread(double.kill)
+    monitor.on_change.append(changed)
+    watch = asyncio.create_task(monitor.run())
+    try:
+        await asyncio.wait_for(alive.wait(), 10)
+        assert directory.resolve("any-job", "n0") == node.address
+        assert directory.known() == (node.address,)
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await directory.close()
+        store.close()

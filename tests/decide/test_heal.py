@@ -110,6 +110,17 @@ def test_what_its_owner_is_still_copying_is_left_to_it() -> None:
     assert plan_healing(of_n0, [orphan, node("n0"), *EMPTY], standing()).moves != ()
 
 
+def test_what_too_few_nodes_stay_for_is_counted_and_not_short() -> None:
+    """Nothing more can be done for it, but who drains the others has to know."""
+    plan = plan_healing(BOTH, [*ALL, *EMPTY], standing(leaving=frozenset({"n1", "n2", "n3"})))
+    assert (plan.moves, plan.short) == ((), ())
+    assert (plan.scarce_objects, plan.scarce_bytes) == (2, 300)
+    for leaving in (frozenset({"n2", "n3"}), frozenset({"n1", "n3"})):
+        assert plan_healing(BOTH, [*ALL, *EMPTY], standing(leaving=leaving)).scarce_objects == 0
+    alone = plan_healing({V: manifest(V, OF_N0)}, ALL[:1], Standing(("n0",)))
+    assert alone.scarce_objects == 0, "a job on one node never wanted more"
+
+
 def test_what_is_only_on_a_leaving_node_is_offered_by_it() -> None:
     plan = plan_healing(BOTH, [*ALL, *EMPTY], standing(leaving=frozenset({"n1"})))
     assert [(move.names, move.sources, move.new_holder) for move in plan.moves] == [
