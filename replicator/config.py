@@ -133,7 +133,10 @@ class AgentConfig:
     )
     prefault_max_pressure: float = field(
         default=20.0,
-        metadata={"help": "percent of time in which processes wait for a CPU, above which no memory is touched ahead"},
+        metadata={
+            "help": "percent of time in which processes wait for a CPU, above which no memory is touched ahead",
+            "unit": "PERCENT",
+        },
     )
     backpressure: str = field(
         default="skip",
@@ -164,7 +167,10 @@ class AgentConfig:
     )
     scrub_max_pressure: float = field(
         default=20.0,
-        metadata={"help": "percent of time in which processes wait for a CPU, above which the scrubber pauses"},
+        metadata={
+            "help": "percent of time in which processes wait for a CPU, above which the scrubber pauses",
+            "unit": "PERCENT",
+        },
     )
     heal_limit_bytes_per_s: int = field(
         default=1 << 30,
@@ -187,6 +193,12 @@ class AgentConfig:
         metadata={"help": "debug, info, warning or error", "choices": ("debug", "info", "warning", "error")},
     )
     log_format: str = field(default="text", metadata={"help": "text or json", "choices": ("text", "json")})
+
+    @property
+    def unlabelled(self) -> tuple[str, ...]:
+        """Levels of `domain_levels` for which this node has no label."""
+        known = {level for level, _ in self.labels}
+        return tuple(level for level in self.domain_levels if level not in known)
 
     @property
     def node_labels(self) -> Labels:
@@ -260,6 +272,12 @@ class AgentConfig:
                 f"placement_map: expected one exactly with placement = 'explicit', found placement = "
                 f"{self.placement or 'group'!r} {'with' if self.placement_map else 'without'} one"
             )
+        for node_id, chosen in self.placement_map:
+            if node_id in chosen:
+                raise ConfigError(
+                    f"placement_map: expected other nodes as buddies of {node_id}, found {node_id} itself; it would be "
+                    "the only one to keep a copy"
+                )
         _at_least("keep_last", self.keep_last, 1)
         _at_least("keep_every", self.keep_every, 0)
         if self.mount_size:
@@ -491,6 +509,7 @@ def _labels(key: str, value: Any, origin: str) -> Labels:
 
 def _map(key: str, value: Any, origin: str) -> BuddyMap:
     """Of a table, or of a JSON object."""
+    given = value
     if isinstance(value, str):
         try:
             value = json.loads(value) if value else {}
@@ -500,7 +519,7 @@ def _map(key: str, value: Any, origin: str) -> BuddyMap:
     for node_id, chosen in rows:
         if not isinstance(chosen, list) or not all(isinstance(one, str) for one in chosen):
             raise ConfigError(
-                f'{origin}: {key} expects a table or JSON object like {{"n0": ["n1"]}}, found {value!r}'[:300]
+                f'{origin}: {key} expects a table or JSON object like {{"n0": ["n1"]}}, found {given!r}'[:300]
             )
         for one in (node_id, *chosen):
             try:

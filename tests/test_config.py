@@ -205,7 +205,11 @@ def test_missing_file(tmp_path: Path) -> None:
         ('placement = "star"', "placement: expected one of group, pairwise, ring, explicit, found 'star'"),
         ('placement = "explicit"', "placement_map: expected one exactly with placement = 'explicit', found"),
         ('placement_map = {n0 = ["n1"]}', "found placement = 'group' with one"),
-        ('placement_map = "{"', 'placement_map expects a table or JSON object like {"n0": '),
+        ('placement_map = "{"', r'placement_map expects a table or JSON object like {"n0": .* found \'{\''),
+        (
+            'placement = "explicit"\nplacement_map = {n0 = ["n1", "n0"]}',
+            "placement_map: expected other nodes as buddies of n0, found n0 itself",
+        ),
         ("placement_map = {n0 = 1}", "placement_map expects a table"),
         ('placement_map = {n0 = ["a/b"]}', "placement_map: node id contains '/'"),
         ("keep_last = 0", "keep_last: expected 1 or more"),

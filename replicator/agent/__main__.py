@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _metavar(kind: Any, metadata: Any) -> str:
     if "choices" in metadata:
         return "|".join(metadata["choices"])
+    if "unit" in metadata:
+        return str(metadata["unit"])
     if metadata.get("size"):
         return "SIZE"
     if "kind" in metadata:

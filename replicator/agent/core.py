@@ -68,6 +68,7 @@ class AgentCore:
     """All parts of one agent. `bulk` is None where no bulk lane is served (lane = grpc, or TLS).
 
     `client_id` is the agent's own as a client of its store: what it pulls is written under it.
+    `on_failed` is called, with its name, when a part ended without which an agent is only half alive.
     """
 
     config: AgentConfig
@@ -95,6 +96,7 @@ class AgentCore:
     scrubber: Scrubber
     healer: Healer
     drain: Drain
+    on_failed: Callable[[str], None] = lambda what: None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _closed: bool = False
 
@@ -112,12 +114,12 @@ class AgentCore:
         self._spawn(self._take_up(), "taking up unfinished work")
         self._spawn(self.prefaulter.run(), "touching memory ahead of need")
         self.health.on_change.append(self._peer_changed)
-        self._spawn(self.health.run(), "the watch over the peers")
-        self._spawn(self.repairer.run(), "bringing again what was damaged")
+        self._spawn(self.health.run(), "the watch over the peers", vital=True)
+        self._spawn(self.repairer.run(), "bringing again what was damaged", vital=True)
         self._spawn(self.scrubber.run(), "verifying what is held")
         self.peers.source.on_change.append(self.health.wake)
-        self._spawn(self.peers.source.run(), "the source of members")
-        self._spawn(self.healer.run(), "the watch over copies")
+        self._spawn(self.peers.source.run(), "the source of members", vital=True)
+        self._spawn(self.healer.run(), "the watch over copies", vital=True)
 
     async def close(self) -> None:
         """Stop serving data, give up what is under way, close all channels. Idempotent; waits for no peer."""
@@ -155,13 +157,15 @@ class AgentCore:
         if new.state is NodeState.ALIVE and not self._closed:
             self._spawn(self.peers.announce_to(new.node), "telling a peer where this agent is")
 
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str, *, vital: bool = False) -> None:
         task = asyncio.get_running_loop().create_task(work)
 
         def ended(done: asyncio.Task[None]) -> None:
             self._tasks.discard(done)
             if not done.cancelled() and done.exception() is not None:
                 log.error("%s failed", what, exc_info=done.exception())
+                if vital:
+                    self.on_failed(what)
 
         task.add_done_callback(ended)
         self._tasks.add(task)

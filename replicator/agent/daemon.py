@@ -200,7 +200,13 @@ class Agent:
         self._servers = [local_server, peer_server]
         for server in self._servers:
             await server.start(identity)
+        self.core.on_failed = self._part_failed
         await self.core.start()
+        for level in self.config.unlabelled:
+            log.warning(
+                "this node has no label for the level %s: it counts as in one domain with all others that have none",
+                level,
+            )
         self._spawn(self._tell_interface(), "the look at the network interfaces")
         self._spawn(self.clients.watch(), "the watch over the trainers")
         if self.config.idle_exit_s > 0:
@@ -296,11 +302,15 @@ class Agent:
         def done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and task.exception() is not None:
-                log.error("%s failed, the agent ends", what, exc_info=task.exception())
-                self.status = ReplicatorError.exit_code
-                self.ended.set()
+                log.error("%s failed", what, exc_info=task.exception())
+                self._part_failed(what)
 
         task.add_done_callback(done)
+
+    def _part_failed(self, what: str) -> None:
+        log.error("without %s the agent ends, for it would be half alive", what)
+        self.status = ReplicatorError.exit_code
+        self.ended.set()
 
     async def _tell_interface(self) -> None:
         from replicator.agent.interface import interface_of

@@ -99,10 +99,11 @@ def is_healed(nodes: Iterable[Node], version: ContainerVersion, copies: int) -> 
 
 
 def _manifests(paths: StorePaths) -> list[StoredManifest]:
-    while True:
+    while paths.manifests.is_dir():
         # Its agent may be dropping some of them.
         with contextlib.suppress(FileNotFoundError):
             return [stored for stored in Records(paths).manifests() if isinstance(stored, StoredManifest)]
+    return []
 
 
 def _holds(paths: StorePaths, version: ContainerVersion, name: str, size: int, crc: int) -> bool:
