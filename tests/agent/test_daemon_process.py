@@ -46,8 +46,11 @@ def one_line_error(root: Path, *flags: str) -> tuple[int, str]:
 
 
 def test_a_ready_agent_is_published_and_serves(shm_root: Path) -> None:
-    """F35: what agent.json says was bound."""
+    """F35: what agent.json says was bound. F33: the interface that its address belongs to is logged."""
     with running_agent(shm_root, "--node-id", "n1") as agent:
+        told = "peers reach this agent through lo"
+        if not any(told in line["message"] for line in agent.lines):
+            agent.wait_log(told)
         record = agent.record
         assert record["pid"] == agent.process.pid
         assert record["node_id"] == "n1"
