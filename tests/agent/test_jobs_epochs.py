@@ -273,7 +273,7 @@ def test_what_could_not_be_persisted_is_not_answered(disk: Disk) -> None:
     jobs.join("job", 1, PAIR, 1)
     directory = disk.root / "jobs"
     directory.rename(disk.root / "elsewhere")
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(StoreError, match="cannot write what is known of job job"):
         jobs.check("job", 2)
     (disk.root / "elsewhere").rename(directory)
     assert jobs.epoch("job") == 1
