@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -47,9 +48,11 @@ COORDINATOR = 0
 
 @dataclass
 class _Save:
-    """The save at hand. `listed`: names of objects that its metadata speak of."""
+    """The save at hand. `written`: whether this rank has begun to write objects. `listed`: names of objects that its
+    metadata speak of."""
 
     version: ContainerVersion
+    written: bool = False
     buckets: list[ObjectWriteBucket] = field(default_factory=list)
     listed: set[str] = field(default_factory=set)
 
@@ -201,15 +204,15 @@ class DefaultCheckpointSaver(CheckpointSaver):
             ConfigError: buckets with the same name, or of another container.
         """
         save = self._begun(checkpoint_id)
+        save.written = True
         threads = max(thread_count, 1)
         _check_names(write_buckets, save.version.container, self._global_rank())
-
-        def write(bucket: ObjectWriteBucket) -> list[WriteResult]:
-            with _bounded_threads(threads):
-                return self._write(bucket, replicate_after_write)
-
-        work = [(bucket.object_name, lambda bucket=bucket: write(bucket)) for bucket in write_buckets]
-        written = in_threads(work, threads, f"{save.version.container} on rank {self._global_rank()}")
+        work = [
+            (bucket.object_name, lambda bucket=bucket: self._write(bucket, replicate_after_write))
+            for bucket in write_buckets
+        ]
+        with _bounded_threads(threads):
+            written = in_threads(work, threads, f"{save.version.container} on rank {self._global_rank()}")
         return [result for part in written for result in part]
 
     def async_replicate_object(self, object_id: CheckpointObjectId) -> list[Future[ReplicaInfo]]:
@@ -223,6 +226,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
         save = self._begun(checkpoint_id)
         if self._local_rank() != 0:
             return
+        save.written = True
         one = CheckpointObjectId(save.version.container, md_object_name)
         self._objects.write_bytes(one, metadata_bytes(metadata))
         self.async_replicate_object(one)
@@ -283,6 +287,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
         if self._save is None or self._save.version.container != container:
             at_hand = "none" if self._save is None else str(self._save.version.container)
             raise ConfigError(f"{container} is not being saved ({at_hand} is); call initialize_checkpoint first")
+        if self._global_rank() != COORDINATOR and not self._save.written:
+            self._save.version = self._objects.catch_up(self._save.version)
         return self._save
 
     def _clear_marks(self, container: CheckpointContainerId) -> None:
@@ -360,12 +366,27 @@ def _check_complete(save: _Save, sealed: set[str]) -> None:
         )
 
 
+_bound_lock = threading.Lock()
+_bound_users = 0
+_unbound_threads = 0
+
+
 @contextmanager
 def _bounded_threads(writers: int) -> Iterator[None]:
-    """Half of the processors for PyTorch's own threads, shared by the writers; afterwards what it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) // 2 // writers)))
+    """Half of the processors for PyTorch's own threads, shared by the writers; afterwards what it was.
+
+    PyTorch has one number for this thread and one for all threads that are new, and sets both at once. So it is set
+    before the writers begin, and what it was is known by the first of those who are in such a block at the same time.
+    """
+    global _bound_users, _unbound_threads
+    with _bound_lock:
+        if _bound_users == 0:
+            _unbound_threads = torch.get_num_threads()
+        _bound_users += 1
+        torch.set_num_threads(max(1, min(_unbound_threads, (os.cpu_count() or 1) // 2 // writers)))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _bound_lock:
+            _bound_users -= 1
+            torch.set_num_threads(_unbound_threads)

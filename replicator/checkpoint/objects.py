@@ -61,6 +61,10 @@ class CheckpointObjectManager:
         """The attempt that the coordinator began. Raises DeadlineExceededError when it began none."""
         return self._remember(self.session.await_next(container))
 
+    def catch_up(self, version: ContainerVersion) -> ContainerVersion:
+        """On another rank: the coordinator's newest attempt, when it has given up `version` and begun anew."""
+        return self._remember(self.session.newer_than(version))
+
     def version(self, container: CheckpointContainerId) -> ContainerVersion:
         """The attempt of this process.
 

@@ -11,7 +11,8 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -121,6 +122,8 @@ class SingleRank:
 class StoreRanks:
     """Ranks that share a key-value store with set, get, wait, check and delete_key (torch.distributed.Store).
 
+    When that store is gone, as it is when rank 0 has ended, every call raises ReplicatorError that says so.
+
     Args:
         store: every rank has its own connection to the same store.
         name: ranks that agree use the same name, and nobody else does. It must be new: the store may outlive an
@@ -167,13 +170,13 @@ class StoreRanks:
         missing = list(range(1, self.world_size))
         while missing:
             for rank in missing:
-                if self._store.check([f"{place}/word/{rank}"]):
+                if self._has([f"{place}/word/{rank}"]):
                     word = self._get(f"{place}/word/{rank}")
                     if answered.get(rank) != word:
                         self._put(f"{place}/answer/{rank}/{word.decode()}", self._name.encode())
                         answered[rank] = word
             self._wait([f"{self._name}/here/{rank}" for rank in missing], _MEETING_POLL_S)
-            missing = [rank for rank in missing if not self._store.check([f"{self._name}/here/{rank}"])]
+            missing = [rank for rank in missing if not self._has([f"{self._name}/here/{rank}"])]
             if missing and time.monotonic() >= end:
                 names = _listed([str(rank) for rank in missing])
                 raise DeadlineExceededError.of("a common start", f"rank {names} of {self.world_size}", deadline_s)
@@ -197,34 +200,38 @@ class StoreRanks:
         started = time.monotonic()
         mine = _try(local)
         if self.rank != 0:
-            self._put(f"{key}/{self.rank}", mine)
+            self._put(f"{key}/{self.rank}", mine, what)
             # Rank 0 waits for the slowest rank, and says so, before this rank gives up on rank 0.
             return _unwrap(self._take(f"{key}/result", 1.5 * deadline_s + _GRACE_S, started, what))
         result = _try(lambda: decide(self._gather(key, mine, deadline_s, started, what)))
-        self._put(f"{key}/result", result)
+        self._put(f"{key}/result", result, what)
         self._forget(self._round - 1)
         return _unwrap(result)
 
     def apart(self, purpose: str) -> StoreRanks:
         # A connection serves one call at a time: a wait there would hold up everybody else who uses it.
-        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        with _reaching(f"a connection for {purpose}"):
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return StoreRanks(store, self.rank, self.world_size, f"{self._name}/{purpose}")
 
     def post(self, key: str, value: bytes) -> None:
-        self._put(f"{self._name}/{key}", value)
+        self._put(f"{self._name}/{key}", value, key)
 
     def read(self, key: str, deadline_s: float) -> bytes:
         return self._take(f"{self._name}/{key}", deadline_s, time.monotonic(), key)
 
     def first(self, key: str, value: bytes) -> bytes:
-        return bytes(self._store.compare_set(f"{self._name}/{key}", "", value.decode("ascii")))
+        with _reaching(key):
+            return bytes(self._store.compare_set(f"{self._name}/{key}", "", value.decode("ascii")))
 
     def append(self, key: str, value: bytes) -> None:
-        index = self._store.add(f"{self._name}/{key}/length", 1)
-        self._put(f"{self._name}/{key}/{index}", value)
+        with _reaching(f"the length of {key}"):
+            index = self._store.add(f"{self._name}/{key}/length", 1)
+        self._put(f"{self._name}/{key}/{index}", value, f"room in {key}")
 
     def collect(self, key: str, deadline_s: float) -> list[bytes]:
-        length = self._store.add(f"{self._name}/{key}/length", 0)
+        with _reaching(f"the length of {key}"):
+            length = self._store.add(f"{self._name}/{key}/length", 0)
         started = time.monotonic()
         values = []
         for index in range(1, length + 1):
@@ -233,7 +240,8 @@ class StoreRanks:
                 raise DeadlineExceededError.of(f"item {index} of {key}", "the rank that announced it", deadline_s)
             values.append(self._get(item))
             self._delete(item)
-        self._store.delete_key(f"{self._name}/{key}/length")
+        with _reaching(f"the end of {key}"):
+            self._store.delete_key(f"{self._name}/{key}/length")
         return values
 
     def forget(self, key: str) -> None:
@@ -241,42 +249,43 @@ class StoreRanks:
 
     def _gather(self, key: str, mine: bytes, deadline_s: float, started: float, what: str) -> list[bytes]:
         keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]
-        if not self._wait(keys, deadline_s - (time.monotonic() - started)):
-            missing = [str(rank) for rank, one in enumerate(keys, start=1) if not self._store.check([one])]
+        if not self._wait(keys, deadline_s - (time.monotonic() - started), what):
+            missing = [str(rank) for rank, one in enumerate(keys, start=1) if not self._has([one], what)]
             raise DeadlineExceededError.of(what, f"rank {_listed(missing)} of {self.world_size}", deadline_s)
-        gathered = [mine, *(self._get(one) for one in keys)]
+        gathered = [mine, *(self._get(one, what) for one in keys)]
         _raise_first(gathered)
         return [_unwrap(one) for one in gathered]
 
     def _take(self, key: str, deadline_s: float, started: float, what: str) -> bytes:
-        if not self._wait([key], deadline_s - (time.monotonic() - started)):
+        if not self._wait([key], deadline_s - (time.monotonic() - started), what):
             raise DeadlineExceededError.of(what, f"rank 0 of {self.world_size}", deadline_s)
-        return self._get(key)
+        return self._get(key, what)
 
-    def _wait(self, keys: list[str], seconds: float) -> bool:
+    def _wait(self, keys: list[str], seconds: float, what: str = "") -> bool:
         if not keys:
             return True
         try:
             self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:  # what the store raises when the time is over, and when it is gone
-            try:
-                return bool(self._store.check(keys))
-            except RuntimeError as error:
-                raise ReplicatorError(
-                    f"the store of torch.distributed, held by rank 0, does not answer: {error}"
-                ) from None
+            return self._has(keys, what)
         return True
 
-    def _put(self, key: str, value: bytes) -> None:
-        pieces = [value[i : i + _PIECE_BYTES] for i in range(0, len(value), _PIECE_BYTES)]
-        for index, piece in enumerate(pieces[1:], start=1):
-            self._store.set(f"{key}/{index}", piece)
-        # The first piece makes the value visible, so it goes last.
-        self._store.set(key, json.dumps(len(pieces)).encode() + b"\n" + pieces[0])
+    def _has(self, keys: list[str], what: str = "") -> bool:
+        with _reaching(what or keys[0]):
+            return bool(self._store.check(keys))
 
-    def _get(self, key: str) -> bytes:
-        head, _, first = bytes(self._store.get(key)).partition(b"\n")
-        rest = [bytes(self._store.get(f"{key}/{index}")) for index in range(1, int(head))]
+    def _put(self, key: str, value: bytes, what: str = "") -> None:
+        pieces = [value[i : i + _PIECE_BYTES] for i in range(0, max(len(value), 1), _PIECE_BYTES)]
+        with _reaching(what or f"room for {key}"):
+            for index, piece in enumerate(pieces[1:], start=1):
+                self._store.set(f"{key}/{index}", piece)
+            # The first piece makes the value visible, so it goes last.
+            self._store.set(key, json.dumps(len(pieces)).encode() + b"\n" + pieces[0])
+
+    def _get(self, key: str, what: str = "") -> bytes:
+        with _reaching(what or key):
+            head, _, first = bytes(self._store.get(key)).partition(b"\n")
+            rest = [bytes(self._store.get(f"{key}/{index}")) for index in range(1, int(head))]
         return b"".join([first, *rest])
 
     def _forget(self, number: int) -> None:
@@ -296,6 +305,19 @@ class StoreRanks:
             self._store.delete_key(key)
         except RuntimeError:
             return  # only room is lost
+
+
+@contextmanager
+def _reaching(awaited: str) -> Iterator[None]:
+    """Errors of the store in the block say what was awaited, and from whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ReplicatorError(
+            f"waited for {awaited} from the store of torch.distributed, which rank 0 holds, and it is gone or does not "
+            f"answer: {reason}; see why rank 0 ended, and start all ranks again"
+        ) from None
 
 
 def _try(function: Callable[[], bytes]) -> bytes:

@@ -52,6 +52,8 @@ logger = logging.getLogger("replicator.client")
 AGREEMENT_DEADLINES = 4
 _MAX_BEGINS = 64
 _GENERATION_POLL_S = 0.02
+# Follows the generation of an attempt that failed, where other ranks find it.
+_GIVEN_UP = "given up"
 # Saves that were begun and not committed, which are remembered until it is known that they failed.
 _MAX_UNFINISHED = 64
 # Attempts that another process of this job may have begun without this one knowing.
@@ -121,6 +123,7 @@ class Session:
         # Begun and not committed, and who saves it; nobody any more: it failed.
         self._unfinished: dict[ContainerVersion, Callable[[], object | None]] = {}
         self._unprotected: dict[ContainerVersion, Future[CommitInfo]] = {}
+        self._posted: dict[CheckpointContainerId, int] = {}  # what the other ranks find, on the coordinator
         with _sessions_lock:
             _sessions[_key(spec)] = self
 
@@ -201,7 +204,9 @@ class Session:
             self._generation = version.generation
             if saver is not None:
                 self._remember(version, weakref.ref(saver))
-        self.ranks.post(_generation_key(container), str(version.generation).encode())
+        for one in failed:
+            self._withdraw(one)
+        self._post(version)
         return version
 
     def commit(self, manifest: Manifest) -> CommitFutures:
@@ -255,6 +260,7 @@ class Session:
         if version.container.job != self.job or version.epoch != self.epoch:
             # The next save would tell the agent, which would refuse it, and every save after it.
             raise InvalidIdError(f"{version} is not of job {self.job} and epoch {self.epoch}, which are to abandon it")
+        self._withdraw(version)
         request = local_pb2.AbandonAttemptsRequest(job=self.job, epoch=self.epoch, containers=[version_to_pb(version)])
         try:
             reply = self.agent.call("Abandon", request, local_pb2.AbandonAttemptsReply)
@@ -266,6 +272,22 @@ class Session:
         with self._lock:
             self._unfinished.pop(version, None)
         return len(reply.abandoned) > 0
+
+    def _post(self, version: ContainerVersion) -> None:
+        key = _generation_key(version.container)
+        self.ranks.post(key, str(version.generation).encode())
+        with self._lock:
+            self._posted[version.container] = version.generation
+            while len(self._posted) > _MAX_UNFINISHED:
+                del self._posted[next(iter(self._posted))]
+
+    def _withdraw(self, version: ContainerVersion) -> None:
+        """A rank that comes late to this attempt, which has failed, is not to take part in it."""
+        with self._lock:
+            if self._posted.get(version.container) != version.generation:
+                return
+            del self._posted[version.container]
+        self.ranks.post(_generation_key(version.container), f"{version.generation} {_GIVEN_UP}".encode())
 
     def _remember(self, version: ContainerVersion, saver: Callable[[], object | None]) -> None:
         self._unfinished[version] = saver
@@ -315,13 +337,14 @@ class Session:
         with self._lock:
             generation = -1 if told is None else told.generation
             if told is None or generation <= self._generation:
-                posted = self.ranks.read(_generation_key(container), self.deadline_s)
-                generation, told = int(posted), ContainerVersion(container, int(posted))
+                generation, _ = self._read_posted(container, self.deadline_s)
+                told = ContainerVersion(container, generation)
             self._generation = max(self._generation, generation)
         return told
 
     def await_next(self, container: CheckpointContainerId) -> ContainerVersion:
-        """The generation that the coordinator begins for this save, or has begun already: this rank has not used it.
+        """The generation that the coordinator begins for this save, or has begun already: this rank has not used it,
+        and the coordinator has not given it up. It may still do so, when it begins anew: see `newer_than`.
 
         Raises:
             DeadlineExceededError: it begins none.
@@ -329,15 +352,35 @@ class Session:
         self.agent.check()
         end = time.monotonic() + self.deadline_s
         while True:
-            generation = int(self.ranks.read(_generation_key(container), max(end - time.monotonic(), 0.0)))
+            generation, given_up = self._read_posted(container, max(end - time.monotonic(), 0.0))
             with self._lock:
-                if generation > self._generation:
+                if generation > self._generation and not given_up:
                     self._generation = generation
                     return ContainerVersion(container, generation)
             # That of an earlier attempt; a value that changes is no event of the store.
             if time.monotonic() >= end:
                 raise DeadlineExceededError.of(_generation_key(container), "rank 0", self.deadline_s)
             time.sleep(_GENERATION_POLL_S)
+
+    def newer_than(self, version: ContainerVersion) -> ContainerVersion:
+        """What the coordinator has begun of the same container after `version`, which it gave up; else `version`.
+
+        A rank that had failed before it came to the coordinator's first attempt, and comes to the second before the
+        coordinator does, has been given the first one.
+        """
+        if self.ranks.world_size == 1:  # also another process of a rank: it knows what it was told
+            return version
+        generation, given_up = self._read_posted(version.container, self.deadline_s)
+        with self._lock:
+            if generation <= version.generation or given_up:
+                return version
+            self._generation = max(self._generation, generation)
+        return ContainerVersion(version.container, generation)
+
+    def _read_posted(self, container: CheckpointContainerId, deadline_s: float) -> tuple[int, bool]:
+        """The newest generation that the coordinator began, and whether it has given that up."""
+        generation, _, word = self.ranks.read(_generation_key(container), deadline_s).decode().partition(" ")
+        return int(generation), word == _GIVEN_UP
 
     def create(self, one: ObjectVersion, size: int) -> SegmentObject:
         """A new object on this node; `size` in bytes as far as known. Use it in a `with` block: it is sealed at

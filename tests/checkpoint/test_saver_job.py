@@ -208,7 +208,47 @@ def planner_that_raises(session: Session, facts: dict[str, Any]) -> None:
     facts["good"] = 7
 
 
-PARTS = (plain_save, write_in_another_process, ranks_that_collide, barrier_that_throws, planner_that_raises)
+def rank_that_never_began(session: Session, facts: dict[str, Any]) -> None:
+    """Rank 0 began step 8, and the others failed before they did: then all save it again, the others first."""
+    saver = job_saver_of(session)
+    if dist.get_rank() == 0:
+        saver.initialize_checkpoint(8)
+    dist.barrier()
+    if dist.get_rank() != 0:
+        saver.initialize_checkpoint(8)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        saver.initialize_checkpoint(8)
+    planner, plan, metadata = planned_by_all(saver.stage_data(8, state(8)))
+    buckets = saver.prepare_write_data(8, plan.items, planner, f"__{dist.get_rank()}", 1)
+    future = finish(saver, 8, metadata, saver.write_data(8, buckets, True))
+    if future is not None:
+        future.result(30)
+    dist.barrier()
+    facts["loaded after the second beginning"] = loaded(session, 8)
+
+    # Rank 0 gives up what it began, and this time says so before the others come.
+    container = CheckpointContainerId("job", 9)
+    if dist.get_rank() == 0:
+        session.abandon(session.begin(container, saver))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        # The others are in their wait, or come to it later: neither gets what was given up.
+        facts["attempts"] = str(session.begin(container, saver))
+    else:
+        facts["attempts"] = str(session.await_next(container))
+    dist.barrier()
+    facts["good"] = 8
+
+
+PARTS = (
+    plain_save,
+    write_in_another_process,
+    ranks_that_collide,
+    barrier_that_throws,
+    planner_that_raises,
+    rank_that_never_began,
+)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +294,7 @@ def test_all_ranks_find_and_load_the_same(facts: list[dict[str, Any]]) -> None:
     """F09."""
     assert each(facts, "candidates") == [["job/step-1_ckpt"]] * 4
     assert each(facts, "loaded") == [(1, [])] * 4
-    assert each(facts, "at the end") == [(7, [])] * 4
+    assert each(facts, "at the end") == [(8, [])] * 4
 
 
 def test_buckets_may_be_written_in_another_process(facts: list[dict[str, Any]]) -> None:
@@ -286,6 +326,12 @@ def test_a_planner_that_raises_for_one_item(facts: list[dict[str, Any]]) -> None
     assert [error == "no error" for error in errors] == [True, False, True, True]
     assert errors[1] == "SaveError: key 'own1': its value cannot be had: OSError: no such luck"
     assert each(facts, "after the planner") == [3] * 4
+
+
+def test_a_rank_that_failed_before_it_began(facts: list[dict[str, Any]]) -> None:
+    """All ranks save the step again, in whichever order they come, and none is given the attempt that was given up."""
+    assert each(facts, "loaded after the second beginning") == [(8, [])] * 4
+    assert len(set(each(facts, "attempts"))) == 1
 
 
 def rows_of_big(wanted: int) -> tuple[bool, list[tuple[str, int, bool]], list[tuple[str, bool]]]:

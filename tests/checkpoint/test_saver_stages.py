@@ -333,12 +333,21 @@ def test_threads_of_pytorch_are_bounded_and_restored(
         return write(self, *args)
 
     monkeypatch.setattr(DefaultCheckpointSaver, "_write", watched)
+
+    def in_a_new_thread() -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return found[0]
+
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
         saver.write_data(steps, buckets, False, 2)
         assert during == [2] * 4
+        assert in_a_new_thread() == 7
         assert len(writers) <= 2
         assert threading.get_ident() not in writers
         during.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -129,6 +130,28 @@ def test_rank_0_does_not_come(ranks: list[StoreRanks]) -> None:
     outcomes = on_all(ranks[1:], lambda one: one.agree("a word", bytes, joined, 0.4))
     assert time.monotonic() - started < 5
     assert {str(error) for error in outcomes} == {str(DeadlineExceededError.of("a word", "rank 0 of 4", 2.6))}
+
+
+def test_the_store_ends_with_rank_0() -> None:
+    """F11: every call says that the ranks' store is gone, what was awaited, and what to do. No error of PyTorch's."""
+    master = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ranks = StoreRanks(dist.TCPStore("127.0.0.1", master.port, None, False, timedelta(seconds=5)), 1, 2, "test")
+    ranks.post("a word", b"1")
+    del master
+    calls: dict[str, Callable[[], Any]] = {
+        "an answer": lambda: ranks.agree("an answer", bytes, joined, 3),
+        "what is posted": lambda: ranks.post("what is posted", b""),
+        "what is read": lambda: ranks.read("what is read", 3),
+        "who is first": lambda: ranks.first("who is first", b"1"),
+        "what is appended": lambda: ranks.append("what is appended", b"1"),
+        "what is collected": lambda: ranks.collect("what is collected", 3),
+        "a purpose": lambda: ranks.apart("a purpose"),
+    }
+    started = time.monotonic()
+    for awaited, call in calls.items():
+        with pytest.raises(ReplicatorError, match=f"{awaited} from the store .* rank 0 holds.* start all ranks again"):
+            call()
+    assert time.monotonic() - started < 20
 
 
 def test_values_of_finished_rounds_are_removed(ranks: list[StoreRanks]) -> None:
