@@ -1,4 +1,4 @@
-"""Objects as files: one that is written and sealed at its end, and one that is read, wherever its bytes are."""
+"""Objects as files: one that is written and sealed at its end, a draft, and one that is read, wherever it is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from replicator.client.plan import Plan
 from replicator.client.segments import SegmentObject
 from replicator.client.session import Session
 from replicator.errors import ObjectNotFoundError
+from replicator.first_error import FirstError
 from replicator.store import mapping
 from replicator.store.trailer import ObjectInfo
 
@@ -28,7 +29,8 @@ _READ_AHEAD = 8
 class WrittenObject(io.RawIOBase):
     """A file that becomes an object when it is closed. Not thread-safe.
 
-    When the `with` block of it raises, or when it is forgotten, there is no object.
+    When the `with` block of it raises, or when it is forgotten, there is no object. When a write failed, the block
+    raises what it failed with, also where who wrote (`torch.save`) hides that behind another error.
 
     Args:
         sealed: called with what was sealed, before `close` returns.
@@ -90,6 +92,7 @@ class WrittenObject(io.RawIOBase):
     ) -> None:
         if kind is not None:
             self.discard()
+            self._sink.first_error.raise_for(error)
         self.close()
 
     def __del__(self) -> None:
@@ -106,6 +109,46 @@ class WrittenObject(io.RawIOBase):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             mapping.close(fd)
+
+
+class Draft(io.FileIO):
+    """A file in memory, for what may become an object later. It has a descriptor, for `fsync`. Not thread-safe.
+
+    Args:
+        drafts: where its content is when it is closed, by name; not when its `with` block raises.
+    """
+
+    def __init__(self, drafts: dict[str, bytes], name: str) -> None:
+        super().__init__(os.memfd_create("replicator-draft", os.MFD_CLOEXEC), "w+b")
+        self._drafts = drafts
+        self._name = name
+        self._first_error = FirstError()
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """All of it: who writes an archive does not look at how much was taken."""
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += super().write(view[done:])
+        except OSError as error:
+            self._first_error.keep(error)
+            raise
+        return done
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            super().close()
+            self._first_error.raise_for(error)
+        self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.seek(0)
+            self._drafts[self._name] = self.readall()
+        super().close()
 
 
 class _Range:

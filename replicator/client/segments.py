@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from replicator.client import fork
 from replicator.client.local_agent import LocalAgent
-from replicator.errors import AgentUnavailableError, SegmentError
+from replicator.errors import AgentUnavailableError, ReplicatorError, SegmentError
 from replicator.faultpoints import reach
+from replicator.first_error import FirstError
 from replicator.ids import ObjectVersion
 from replicator.store.paths import SegmentName
 from replicator.store.publish import publish
@@ -142,7 +143,11 @@ class Segments:
 class SegmentObject:
     """One object being written; a file to write to, not thread-safe. Use it in a `with` block.
 
-    At the end of the block it is sealed; when the block raises, nothing of it stays.
+    At the end of the block it is sealed; when the block raises, nothing of it stays. When a write failed, the block
+    raises what it failed with, also where who wrote (`torch.save`) hides that behind another error.
+
+    Attributes:
+        first_error: of the writes.
     """
 
     def __init__(self, segments: Segments, one: ObjectVersion, size: int, epoch: int) -> None:
@@ -152,6 +157,7 @@ class SegmentObject:
         self._segments = segments
         self._sealed: ObjectInfo | None = None
         self._abandoned = False
+        self.first_error = FirstError()
         self._writer = ObjectWriter(
             segments.reserve(one, capacity_for(size), epoch),
             one,
@@ -163,18 +169,25 @@ class SegmentObject:
 
     def write(self, data: ReadableBuffer) -> int:
         """Append; the number of bytes. Raises StoreFullError, SegmentError after the end."""
-        self._segments.agent.check()
-        return self._writer.write(data)
+        return self.write_many([data])
 
     def write_many(self, buffers: Sequence[ReadableBuffer]) -> int:
         """Append them all in one go, which is faster than one by one. Returns and raises like `write`."""
-        self._segments.agent.check()
-        return self._writer.write_many(buffers)
+        try:
+            self._segments.agent.check()
+            return self._writer.write_many(buffers)
+        except ReplicatorError as error:
+            self.first_error.keep(error)
+            raise
 
     def next_buffer_slice(self, size: int) -> memoryview:
         """The next `size` bytes of the object, for the caller to fill before the next call. Raises like `write`."""
-        self._segments.agent.check()
-        return self._writer.next_buffer_slice(size)
+        try:
+            self._segments.agent.check()
+            return self._writer.next_buffer_slice(size)
+        except ReplicatorError as error:
+            self.first_error.keep(error)
+            raise
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -219,9 +232,10 @@ class SegmentObject:
     def __enter__(self) -> SegmentObject:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:
             self.abandon()
+            self.first_error.raise_for(error)
             return
         try:
             self.seal()

@@ -12,8 +12,6 @@ Who looks into a job sees committed checkpoints only.
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import shutil
 import threading
@@ -26,7 +24,7 @@ from fsspec.utils import stringify_path
 from replicator.checkpoint.attempts import Attempt, attempts_of
 from replicator.checkpoint.committing import WAITS, WaitFor
 from replicator.checkpoint.names import METADATA_NAME, container_of
-from replicator.checkpoint.object_file import ReadObject
+from replicator.checkpoint.object_file import Draft, ReadObject
 from replicator.client.looking import look, recoverable
 from replicator.client.plan import Plan, plan_from_pb
 from replicator.client.retrieval import keep, lookup
@@ -64,7 +62,10 @@ class Place(NamedTuple):
         step, _, name = rest.partition("/")
         if not step:
             return cls(job)
-        container = CheckpointContainerId(job, parse_step_name(step))
+        try:
+            container = CheckpointContainerId(job, parse_step_name(step))
+        except InvalidIdError:
+            raise InvalidIdError(f"{_no_step(path)}, found {step[:80]!r} in its place") from None
         return cls(job, container, validate_object_name(name) if name else "")
 
     @property
@@ -195,14 +196,18 @@ class ReplicatedFileSystem(AbstractFileSystem):
         place = self._place(path)
         attempts = attempts_of(self._writing_session(place))
         if place.container is None or not place.name:
+            if place.container is None:
+                raise ConfigError(_no_step(path))
             raise ConfigError(f"expected a path like job/step-5/name to write to, found {path!r}")
+        if place.name.endswith(f"/{METADATA_NAME}{_DRAFT}"):
+            raise _inside_a_step(place)
         if place.name == METADATA_NAME:
             raise UnsupportedError(
                 f"{place.path} is not written directly: write {METADATA_NAME}{_DRAFT} and rename it, which commits the "
                 "checkpoint. For a directory that is finished, use replicator.commit_dir"
             )
         attempt = attempts.writing(place.container)
-        return _Draft(attempt, place.name) if place.name.endswith(_DRAFT) else attempt.create(place.name)
+        return Draft(attempt.drafts, place.name) if place.name.endswith(_DRAFT) else attempt.create(place.name)
 
     def _open_to_read(self, path: Any) -> ReadObject:
         place = self._looked_for(path)
@@ -217,11 +222,17 @@ class ReplicatedFileSystem(AbstractFileSystem):
     # -- writing
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        """The directory of a step: a new save of it begins. What is deeper needs no directory."""
+        """The directory of a step: a new save of it begins. What is deeper needs no directory.
+
+        Raises:
+            UnsupportedError: a directory in that of a step, which is what a checkpoint of its own would begin with.
+        """
         place = self._place(path)
+        if place.name:
+            raise _inside_a_step(place)
         if self.wait_for not in WAITS:
             raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {self.wait_for!r}")
-        if place.container is not None and not place.name:
+        if place.container is not None:
             attempts_of(self._writing_session(place)).begin(place.container)
 
     def mkdir(self, path: Any, create_parents: bool = True, **kwargs: Any) -> None:
@@ -232,7 +243,8 @@ class ReplicatedFileSystem(AbstractFileSystem):
 
         Raises:
             MissingError: this process has no such draft.
-            UnsupportedError: it is no draft. ConfigError: another rank than 0 wants to commit.
+            UnsupportedError: it is no draft, or is to be the `.metadata` of a directory in the step.
+            ConfigError: another rank than 0 wants to commit.
             ReplicatorError: the commit failed, and with it the save.
         """
         old, new = self._place(path1), self._place(path2)
@@ -240,6 +252,8 @@ class ReplicatedFileSystem(AbstractFileSystem):
             raise UnsupportedError(
                 f"only a draft (name{_DRAFT}) can be renamed, inside of its checkpoint; found {path1!r} to {path2!r}"
             )
+        if new.name.endswith(f"/{METADATA_NAME}"):
+            raise _inside_a_step(new)
         attempt = self._attempt(old)
         data = None if attempt is None else attempt.drafts.pop(old.name, None)
         if attempt is None or data is None:
@@ -290,21 +304,6 @@ class ReplicatedFileSystem(AbstractFileSystem):
         return attempts_of(session).find(place.container)
 
 
-class _Draft(io.FileIO):
-    """A file in memory, which is an object once it is renamed. It has a descriptor, for `fsync`."""
-
-    def __init__(self, attempt: Attempt, name: str) -> None:
-        super().__init__(os.memfd_create("replicator-draft", os.MFD_CLOEXEC), "w+b")
-        self._attempt = attempt
-        self._name = name
-
-    def close(self) -> None:
-        if not self.closed:
-            self.seek(0)
-            self._attempt.drafts[self._name] = self.readall()
-        super().close()
-
-
 class _Plans:
     """Where the objects of checkpoints are. A load asks once, when it opens `.metadata`. Thread-safe."""
 
@@ -349,6 +348,18 @@ class _Plans:
 
 
 _plans = _Plans()
+
+
+def _no_step(path: Any) -> str:
+    return f"{path!r}: the checkpoint id has no step; give one like 'replicator://my-job/step-100'"
+
+
+def _inside_a_step(place: Place) -> UnsupportedError:
+    return UnsupportedError(
+        f"{place.path} is inside of a step, and a commit covers a whole step: save all of it as one checkpoint, with "
+        f"checkpoint_id='{PROTOCOL}://{place._replace(name='').path}', or part by part with "
+        "replicator.checkpoint.SaveInParts. A file of your own needs no directory: open it and write"
+    )
 
 
 def _directory(name: str) -> dict[str, Any]:

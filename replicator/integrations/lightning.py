@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ import torch
 
 from replicator.checkpoint.names import container_of
 from replicator.checkpoint.plain_save import PlainSave
-from replicator.client.agreement import SingleRank
 from replicator.client.outstanding import CommitFutures, CommitInfo
 from replicator.client.plan import Plan
 from replicator.client.session import Session, current_session, open_session
@@ -123,6 +123,7 @@ class ReplicatorCheckpointIO(_CheckpointIO):
 
         Raises:
             FileNotFoundError, NoRecoverableCheckpointError: it is neither in the nodes' memory nor a file.
+            ConfigError: the ranks asked for different checkpoints.
             CorruptObjectError: no holder has bytes that match their checksums.
         """
         text = os.fspath(path)
@@ -203,24 +204,35 @@ class ReplicatorCheckpointIO(_CheckpointIO):
         return self.session
 
     def _step_of(self, path: str) -> int | None:
-        """Of what is in memory; None for a file."""
-        if path.startswith(SCHEME):
-            return container_of(path.removeprefix(SCHEME), self.session.job).step
-        session = self._session or open_session()
+        """Of what is in memory; None for a file. The same on all ranks."""
+        session = self.session if path.startswith(SCHEME) else self._session or open_session()
         if session is None:
             return None
-        # Only rank 0 saved, so only it knows.
-        ranks = session.ranks_for(_PURPOSE)
-        if isinstance(ranks, SingleRank):
-            return self._steps.get(path)
-        answer = ranks.agree(
+
+        def decide(paths: Sequence[bytes]) -> bytes:
+            # Only rank 0 saved, so only it knows what a path is.
+            asked = [one.decode(errors="surrogateescape") for one in paths]
+            steps = [self._step_known(one, session.job) for one in asked]
+            for rank, step in enumerate(steps):
+                if step != steps[0]:
+                    raise ConfigError(
+                        f"expected all ranks to load the same checkpoint, found {asked[0]!r} on rank 0 and "
+                        f"{asked[rank]!r} on rank {rank}; give all of them one path, like that of resume_path()"
+                    )
+            return json.dumps(steps[0]).encode()
+
+        answer = session.ranks_for(_PURPOSE).agree(
             f"what {path} is",
-            lambda: json.dumps(self._steps.get(path)).encode(),
-            lambda told: told[0],
+            lambda: path.encode(errors="surrogateescape"),
+            decide,
             _AGREEMENT_DEADLINES * session.deadline_s,
         )
         step: int | None = json.loads(answer)
         return step
+
+    def _step_known(self, path: str, job: str) -> int | None:
+        """On rank 0. Raises InvalidIdError and ConfigError like `container_of`."""
+        return container_of(path.removeprefix(SCHEME), job).step if path.startswith(SCHEME) else self._steps.get(path)
 
     def _load(self, plan: Plan, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
         from replicator.checkpoint.fetch import Fetcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -240,6 +241,17 @@ def test_another_job_may_read(two: list[Node]) -> None:
     assert found["no name"].startswith("MissingError: ")
 
 
+def save_a_draft_that_is_too_large(fs: Any) -> None:
+    """The system takes a part of it, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with fs.open("job/step-21/big.tmp", "wb") as file:
+            torch.save(torch.ones(1_000_000), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def by_hand() -> dict[str, Any]:
     """One process without torch.distributed writes files of its own."""
     found: dict[str, Any] = {}
@@ -271,6 +283,8 @@ def by_hand() -> dict[str, Any]:
         "no draft": lambda: fs.mv("job/step-21/whole", "job/step-21/part"),
         "gone": lambda: fs.mv("job/step-21/x.tmp", "job/step-21/x"),
         "committed": lambda: fs.rm("job/step-20/loader/0.txt"),
+        "directory": lambda: fs.makedirs("job/step-21/model", exist_ok=True),
+        "draft in it": lambda: fs.pipe_file("job/step-21/model/.metadata.tmp", b"x"),
         "name": lambda: fs.open("job/step-21/../x", "wb"),
     }.items():
         try:
@@ -278,6 +292,15 @@ def by_hand() -> dict[str, Any]:
         except Exception as error:
             kinds[name] = [kind.__name__ for kind in type(error).__mro__[:-2]]
     found["kinds"] = kinds
+    state = {"w": torch.arange(10)}
+    found["into a step"] = error_of(lambda: dcp.save(state, checkpoint_id=f"{URL}/step-22/model", no_dist=True))
+    found["no step"] = error_of(lambda: dcp.save(state, checkpoint_id=URL, no_dist=True))
+    found["no step to load"] = error_of(lambda: dcp.load(state, checkpoint_id=URL, no_dist=True))
+    fs.pipe_file("job/step-21/data.tmp", b"x")
+    found["renamed"] = error_of(lambda: fs.mv("job/step-21/data.tmp", "job/step-21/model/.metadata"))
+    fs.rm("job/step-21/data.tmp")
+    found["draft"] = error_of(lambda: save_a_draft_that_is_too_large(fs))
+    found["nothing of it"] = error_of(lambda: fs.mv("job/step-21/big.tmp", "job/step-21/big"))
     fs.pipe_file("job/step-21/.metadata.tmp", b"not DCP's")
     found["before"] = fs.exists("job/step-21/whole"), "job/step-21" in fs.ls("job", detail=False)
     fs.mv("job/step-21/.metadata.tmp", "job/step-21/.metadata")
@@ -300,9 +323,19 @@ def test_files_of_ones_own(two: list[Node]) -> None:
         "no draft": UnsupportedError,
         "gone": NotFoundError,
         "committed": UnsupportedError,
+        "directory": UnsupportedError,
+        "draft in it": UnsupportedError,
         "name": InvalidIdError,
     }
     assert {name: kinds[0] for name, kinds in found["kinds"].items() if name != "gone"} == {
         name: kind.__name__ for name, kind in expected.items() if name != "gone"
     }
+    assert "UnsupportedError: job/step-22/model is inside of a step" in found["into a step"]
+    assert "SaveInParts" in found["into a step"]
+    assert "'replicator://job/step-22'" in found["into a step"]
+    assert found["renamed"].startswith("UnsupportedError: job/step-21/model/.metadata is inside of a step")
+    for told in found["no step"], found["no step to load"]:
+        assert "the checkpoint id has no step; give one like 'replicator://my-job/step-100'" in told
+    assert found["draft"].startswith("OSError: [Errno 27]"), "and not what torch.save makes of it"
+    assert found["nothing of it"].startswith("MissingError")
     assert {"FileNotFoundError", "NotFoundError"} <= set(found["kinds"]["gone"])

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from job_support import Node, nodes
+import torch.distributed as dist
+from job_support import Node, nodes, run_job
 
 import replicator
 from replicator.client.session import Session
@@ -160,6 +161,29 @@ def test_a_save_that_fails_is_told_and_the_next_one_works(
     replicator.commit_dir(_directory(tmp_path), session.job, 2).wait_protected(10)
     with pytest.raises(NotFoundError, match="something else"):
         plugin.load_checkpoint("replicator://step-2")
+
+
+def ask_for(paths: list[str]) -> list[str]:
+    plugin = ReplicatorCheckpointIO(replicator.init())
+    if dist.get_rank() == 0:
+        plugin.save_checkpoint({"global_step": 3}, "a.ckpt")
+    found = []
+    for path in paths[dist.get_rank()].split():
+        try:
+            found.append(str(plugin.load_checkpoint(path)["global_step"]))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_ranks_that_load_different_checkpoints(node: Node) -> None:
+    """F41: an error on all of them, and not the one that rank 0 asked for."""
+    paths = ["a.ckpt a.ckpt replicator://step-3 a.ckpt", "a.ckpt b.ckpt replicator://step-4 replicator://step-3"]
+    for same, file, step, one_step in run_job([node, node], ask_for, paths, job="ask-for"):
+        assert same == one_step == "3"
+        expected = "ConfigError: expected all ranks to load the same checkpoint, found "
+        assert file.startswith(f"{expected}'a.ckpt' on rank 0 and 'b.ckpt' on rank 1")
+        assert step.startswith(f"{expected}'replicator://step-3' on rank 0 and 'replicator://step-4' on rank 1")
 
 
 def _directory(tmp_path: Path) -> Path:

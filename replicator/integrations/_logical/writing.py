@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicator.client.segments import SegmentObject
 from replicator.errors import ReplicatorError
+from replicator.first_error import FirstError
 from replicator.integrations._logical.saves import Save, Saves
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class NewFile(io.RawIOBase):
         self._save = save
         self._sink = sink
         self._position = 0
+        self._first_error = FirstError()
 
     def writable(self) -> bool:
         return True
@@ -36,7 +38,11 @@ class NewFile(io.RawIOBase):
                 self._sink.write(view)
             except ReplicatorError as error:
                 self._abandon()
-                self._saves.fail(self._save, "a file cannot be written", error)
+                try:
+                    self._saves.fail(self._save, "a file cannot be written", error)
+                except ReplicatorError as told:
+                    self._first_error.keep(told)
+                    raise
         self._position += view.nbytes
         return view.nbytes
 
@@ -51,10 +57,11 @@ class NewFile(io.RawIOBase):
                 finally:
                     sink.abandon()
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
         if kind is not None:
             self._abandon()
         self.close()
+        self._first_error.raise_for(error)
 
     def __del__(self) -> None:
         self._abandon()
