@@ -110,7 +110,7 @@ def commit_dir(
         path: the directory; None for a rank that has none.
         job: its name; None: that of the session.
         step: 0 is a step.
-        session: default: the open one of that job, or a new one from `replicator.init(job)`.
+        session: default: the open one of that job, or a new one from `replicator.init(job)` where none is open.
         alone: this rank's directory is the whole checkpoint, and no other rank calls it. Of the ranks of a job one may
             commit a step that way.
         resumable: whether a job can go on from it; False, for instance, for the model alone.
@@ -119,7 +119,7 @@ def commit_dir(
     Raises:
         DirectoryError: the directory, or something in it, cannot be committed, or changed meanwhile.
         InvalidIdError: a file whose name no object can have, or a step that is none.
-        ConfigError: a session of another job, or ranks that name different steps.
+        ConfigError: a session of another job is given, or the only one open; or ranks name different steps.
         StoreFullError: no room in the memory of a node.
         ReplicatorError: another rank failed. Every error comes on all ranks, and nothing of the attempt is kept.
     """

@@ -18,9 +18,9 @@ from replicator.checkpoint.fetch import Fetcher, Pulled
 from replicator.checkpoint.verified_copy import Extent
 from replicator.client.agreement import Ranks
 from replicator.client.plan import Plan
-from replicator.client.session import Session, current_session
+from replicator.client.session import Session, current_session, open_session
 from replicator.decide.types import ObjectSource
-from replicator.errors import ConfigError, StoreError
+from replicator.errors import StoreError
 from replicator.ids import ContainerVersion
 from replicator.native import crc32c
 from replicator.partial_dir import PartialDirectory
@@ -64,9 +64,11 @@ def restore_dir(
 
     Args:
         path: to create; may exist if it is empty, see `replace`. None for a rank that needs none.
-        job: its name; None: that of the session.
+        job: its name; None: that of the session. Another job than that of the session is only looked at: nothing
+            changes for it.
         step: only this one; None: the newest.
-        session: default: the open one of that job, or a new one from `replicator.init(job)`.
+        session: default: the open one of that job, else the newest open one, or a new one from `replicator.init(job)`
+            where none is open.
         plan: of `session.lookup()`, the same on all ranks; None: asked for now.
         replace: what lies in the directory goes, instead of ConfigError.
         deadline_s: for the slowest rank; default: 20 times the session's.
@@ -79,11 +81,9 @@ def restore_dir(
         ReplicatorError: an object cannot be had, or another rank failed. Every error comes on all ranks; after one of
             writing, no directory has its name.
     """
-    session = session or current_session(job)
-    if job is not None and session.job != job:
-        raise ConfigError(f"expected a session of job {job}, found one of {session.job}")
+    session = session or open_session(job) or open_session() or current_session(job)
     if plan is None:
-        plan = session.lookup(step)
+        plan = session.lookup(step, job)
     plan.require()
     ranks = session.ranks_for(PURPOSE)
     layout = _Layout(session, plan, None if path is None else Path(os.path.realpath(path)), replace)

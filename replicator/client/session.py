@@ -429,27 +429,31 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)
 
 
-def open_session() -> Session | None:
-    """The newest session of this process that is not closed, or None."""
+def open_session(job: str | None = None) -> Session | None:
+    """The newest session of this process (of this job, when it is given) that is not closed, or None."""
     with _sessions_lock:
         mine = [session for key, session in _sessions.items() if key[-1] == os.getpid()]
-    return mine[-1] if mine else None
+    return next((one for one in reversed(mine) if job in (None, one.job)), None)
 
 
 def current_session(job: str | None = None) -> Session:
-    """`open_session`, or a new one from `init()` when there is none. Raises the errors of `init`.
+    """`open_session`, or a new one from `init()` when there is none.
 
     In a process that one with a session has started, to save in the background, it is that session, not a new one.
 
     Args:
         job: only a session of this job will do.
+
+    Raises:
+        ConfigError: sessions are open, and none is of this job: a misspelt name must not make a second job, whose
+            session would then be the process's newest. Also the other errors of `init`.
     """
-    if job is None:
-        found = open_session()
-    else:
-        with _sessions_lock:
-            mine = [one for key, one in _sessions.items() if key[-1] == os.getpid() and one.job == job]
-        found = mine[-1] if mine else None
+    found = open_session(job)
+    if found is None and (other := open_session()) is not None:
+        raise ConfigError(
+            f"expected job {other.job}, of which this process has a session, found job {job}; correct the name, or "
+            f"make a session of the other job first: replicator.init({job!r})"
+        )
     if found is None and (inherited := inherit.inherited()) is not None:
         spec = SessionSpec.from_json(inherited)
         if job in (None, spec.job):

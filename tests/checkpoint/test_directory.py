@@ -16,7 +16,7 @@ from job_support import Job, Node, nodes, run_job
 import replicator
 from replicator.checkpoint.listing import Found, list_files, share_out
 from replicator.client.retrieval import lookup
-from replicator.client.session import Session
+from replicator.client.session import Session, open_session
 from replicator.errors import (
     ConfigError,
     DirectoryError,
@@ -91,6 +91,26 @@ def test_what_is_committed_comes_back(session: Session, tmp_path: Path) -> None:
         replicator.restore_dir(tmp_path / "nowhere" / "x")
     with pytest.raises(ConfigError, match="a session of job other"):
         replicator.commit_dir(source, "other", 1, session=session)
+
+
+def test_a_job_that_is_named_makes_no_session_beside_the_open_one(node: Node, tmp_path: Path) -> None:
+    """F11: a misspelt name makes no second job; another job is read, and its epoch stays."""
+    source = make(tmp_path / "a", FILES)
+    with replicator.init("well-spelt", root=node.root, deadline_s=node.deadline_s) as session:
+        done = replicator.commit_dir(source, "well-spelt", 1)
+        done.wait_protected(10)
+        with pytest.raises(ConfigError, match=r"expected job well-spelt, .* found job well_spelt"):
+            replicator.commit_dir(source, "well_spelt", 2)
+        with pytest.raises(NoRecoverableCheckpointError):
+            replicator.restore_dir(tmp_path / "b", "well_spelt")
+        assert open_session() is session
+        assert session.lookup().step == 1
+    with replicator.init("another", root=node.root, deadline_s=node.deadline_s) as another:
+        assert replicator.restore_dir(tmp_path / "b", "well-spelt").version == done.version
+        assert content(tmp_path / "b") == FILES
+        assert open_session() is another
+    with replicator.init("well-spelt", root=node.root, deadline_s=node.deadline_s) as again:
+        assert again.epoch == session.epoch + 1, "nobody entered the job meanwhile"
 
 
 def no_directory(root: Path) -> None:
