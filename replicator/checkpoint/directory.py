@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,16 +95,16 @@ def commit_dir(
     session: Session | None = None,
     alone: bool = False,
     resumable: bool = True,
+    of_rank_0: Collection[str] = (),
     deadline_s: float | None = None,
 ) -> DirectoryCommit:
     """Commit a finished directory as the checkpoint of a step. Returns when its bytes are in this node's memory.
 
     Every rank of the job must call it when its own files are finished, each with a directory of its own or all with
-    the same one: a file that several
-    ranks see is committed once, and of files that have one name on several ranks the content must be the same.
-    Names are paths relative to the directory. Links to files are committed as files; directories without files are
-    not kept. Copies to the buddies and the commit go on in the background. A step may be committed again: the newer
-    attempt counts.
+    the same one: a file that several ranks see is committed once, and of files that have one name on several ranks the
+    content must be the same (but see `of_rank_0`). Names are paths relative to the directory. Links to files are
+    committed as files; directories without files are not kept. Copies to the buddies and the commit go on in the
+    background. A step may be committed again: the newer attempt counts.
 
     Args:
         path: the directory; None for a rank that has none.
@@ -114,6 +114,8 @@ def commit_dir(
         alone: this rank's directory is the whole checkpoint, and no other rank calls it. Of the ranks of a job one may
             commit a step that way.
         resumable: whether a job can go on from it; False, for instance, for the model alone.
+        of_rank_0: names, or patterns of names as of `fnmatch`. Of what they fit, ranks may have different files of one
+            name, and rank 0's is committed; one that rank 0 has not is like any other.
         deadline_s: for the slowest rank to come and to read its files; default: 20 times the session's.
 
     Raises:
@@ -127,7 +129,8 @@ def commit_dir(
     if job is not None and session.job != job:
         raise ConfigError(f"expected a session of job {job}, found one of {session.job}")
     ranks = SingleRank() if alone else session.ranks_for(PURPOSE)
-    return _Commit(session, ranks, path, step, resumable, deadline_s or _WAIT_DEADLINES * session.deadline_s).run()
+    deadline = deadline_s or _WAIT_DEADLINES * session.deadline_s
+    return _Commit(session, ranks, path, step, resumable, of_rank_0, deadline).run()
 
 
 class _Commit:
@@ -140,6 +143,7 @@ class _Commit:
         path: str | os.PathLike[str] | None,
         step: int,
         resumable: bool,
+        of_rank_0: Collection[str],
         deadline_s: float,
     ) -> None:
         self._session = session
@@ -147,6 +151,7 @@ class _Commit:
         self._path = None if path is None else Path(path)
         self._step = step
         self._resumable = resumable
+        self._of_rank_0 = of_rank_0
         self._deadline_s = deadline_s
         self._listing: dict[str, Found] = {}
         self._listings: list[dict[str, Found]] = []
@@ -209,7 +214,7 @@ class _Commit:
         self._listings = [{name: Found(*found) for name, found in listing.items()} for _, listing in told]
         if not any(self._listings):
             raise DirectoryError(f"expected a directory with files to commit, {self._path or 'no rank'} has none")
-        shares, disputed = share_out(self._listings)
+        shares, disputed = share_out(self._listings, self._of_rank_0)
         if self._session.backpressure == "block":
             self._session.keep_pace(self._deadline_s)
         self._begun = self._session.begin(CheckpointContainerId(self._session.job, self._step))

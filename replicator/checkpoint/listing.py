@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from replicator.errors import DirectoryError, InvalidIdError
@@ -96,13 +97,17 @@ def _checked(root: Path, name: str) -> str:
         raise InvalidIdError(f"{root} cannot be committed: {error}; rename the file") from None
 
 
-def share_out(listings: Sequence[Mapping[str, Found]]) -> tuple[list[list[str]], dict[str, list[int]]]:
+def share_out(
+    listings: Sequence[Mapping[str, Found]], of_rank_0: Collection[str] = ()
+) -> tuple[list[list[str]], dict[str, list[int]]]:
     """Which rank commits which files, by size as evenly as those who have them allow.
 
     A file that only one rank has is that rank's. One that several have is committed once.
 
     Args:
         listings: of each rank.
+        of_rank_0: names or patterns of names; different files under one of them are not disputed where rank 0 has one,
+            which is the one to commit.
 
     Returns:
         The names for each rank; and those that are different files under one name, with the ranks that have them.
@@ -115,6 +120,10 @@ def share_out(listings: Sequence[Mapping[str, Found]]) -> tuple[list[list[str]],
     disputed = {
         name: ranks for name, ranks in having.items() if len({listings[rank][name].identity for rank in ranks}) > 1
     }
+    for name in list(disputed):
+        if 0 in disputed[name] and any(fnmatchcase(name, pattern) for pattern in of_rank_0):
+            having[name] = [0]
+            del disputed[name]
     shares: list[list[str]] = [[] for _ in listings]
     load = [0] * len(listings)
 

@@ -21,6 +21,7 @@ from replicator.checkpoint.directory import DirectoryCommit, commit_dir
 from replicator.checkpoint.layout import restore_dir
 from replicator.client.session import Session, current_session
 from replicator.errors import ReplicatorError, StaleEpochError, StoreError
+from replicator.integrations._needed import not_there
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,12 +30,35 @@ if TYPE_CHECKING:
 elif importlib.util.find_spec("transformers") is not None:
     from transformers import TrainerCallback as _TrainerCallback
 else:
-    _TrainerCallback = object  # Accelerate alone
+
+    class _TrainerCallback:
+        """Accelerate alone: the rest of this file is there."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise not_there("transformers>=5.0")
+
 
 logger = logging.getLogger("replicator.integrations.huggingface")
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 _STATE_FILE = "trainer_state.json"
+# What the Trainer writes for the whole job, and with `save_on_each_node` once on each node, where it may differ: in who
+# wrote it, in paths of that node, and in buffers that ranks have of their own. Rank 0's is what all would go on from.
+_OF_THE_JOB = (
+    _STATE_FILE,
+    "training_args.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+    "model*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model.*",
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "README.md",
+)
 _PURPOSE = "huggingface"
 _AGREEMENT_DEADLINES = 4
 
@@ -76,6 +100,7 @@ class ReplicatorCallback(_TrainerCallback):
                 state.global_step,
                 session=session,
                 resumable=not args.save_only_model,
+                of_rank_0=_OF_THE_JOB if args.save_on_each_node else (),
             )
             self.last_error = None
         except StaleEpochError:

@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_checkpointing.barriers import Barrier, BarrierConfig
-from torch_checkpointing.checkpoint_manager import CheckpointManager
-from torch_checkpointing.storage.base_storage import Storage, StorageConfig
-from torch_checkpointing.types import RankInfo
+
+from replicator.integrations._needed import needed
+
+with needed("torch_checkpointing==0.1.0"):
+    from torch_checkpointing.barriers import Barrier, BarrierConfig
+    from torch_checkpointing.checkpoint_manager import CheckpointManager
+    from torch_checkpointing.storage.base_storage import Storage, StorageConfig
+    from torch_checkpointing.types import RankInfo
 
 from replicator.checkpoint.committing import WaitFor
 from replicator.client.session import Session, SessionSpec, attach, current_session

@@ -18,22 +18,27 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch_checkpointing.checkpoint_manager import CheckpointManager as Backend
-from torch_checkpointing.schema import ItemSpec
-from torch_checkpointing.storage.base_storage import Storage
-from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    BaseCheckpointManager,
-    ModelWrapper,
-)
-from torchtitan.components.checkpointer.dcp import CheckpointManager as DcpCheckpointManager
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import filesystem
-from torchtitan.tools.utils import GarbageCollection
+
+from replicator.integrations._needed import needed
+
+with needed("torchtitan>=0.3.0"):
+    from torchtitan.components.checkpointer.base import (
+        DATALOADER,
+        LR_SCHEDULER,
+        MODEL,
+        OPTIMIZER,
+        TRAIN_STATE,
+        BaseCheckpointManager,
+        ModelWrapper,
+    )
+    from torchtitan.components.checkpointer.dcp import CheckpointManager as DcpCheckpointManager
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.tools import filesystem
+    from torchtitan.tools.utils import GarbageCollection
+with needed("torch_checkpointing==0.1.0"):
+    from torch_checkpointing.checkpoint_manager import CheckpointManager as Backend
+    from torch_checkpointing.schema import ItemSpec
+    from torch_checkpointing.storage.base_storage import Storage
 
 from replicator.client.plan import Plan
 from replicator.client.session import Session, init, open_session

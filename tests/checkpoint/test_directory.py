@@ -367,6 +367,8 @@ def test_share_out() -> None:
     shares, disputed = share_out([{"a": same, "b": same, "own": other}, {"a": same, "b": other}, {"b": same}, {}])
     assert shares == [["own"], ["a"], [], []]
     assert disputed == {"b": [0, 1, 2]}
+    told = [{"state.json": same}, {"state.json": other, "model-1.bin": same}, {"model-1.bin": other}]
+    assert share_out(told, ["state.json", "model-*.bin"]) == ([["state.json"], [], []], {"model-1.bin": [1, 2]})
     listing = {f"{index}": Found(index, 0, 0, index) for index in range(1, 101)}
     shares, disputed = share_out([listing] * 4)
     assert disputed == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -176,9 +177,40 @@ def accelerated() -> dict[str, Any]:
     return told
 
 
-def test_accelerate_on_two_ranks(shm_root: Path) -> None:
-    """Also what each rank has of its own: its random generators (F07, F10)."""
+def trained(scratch: Path) -> list[Any]:
+    """The Trainer on each of two ranks, which writes the files of the job on both, and what each goes on from."""
+    rank = int(os.environ["RANK"])
+    session = replicator.init()
+    commits = ReplicatorCallback(session)
+    train(scratch / f"each-{rank}", 2, [commits], save_on_each_node=True)
+    error = commits.last_error
+    if commits.last_commit is not None:
+        commits.last_commit.wait_protected(20)
+    written = json.loads((scratch / f"each-{rank}" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert written["is_world_process_zero"] == (rank == 0), "the nodes' files differ"
+    path = resume_from(scratch / f"again-{rank}", session)
+    trainer = train(scratch / f"again-{rank}", 4, [commits], path, save_on_each_node=True)
+    session.close()
+    return [error and str(error), trainer.state.is_world_process_zero, path is not None and commits.last_error is None]
+
+
+def accelerated_and_trained(scratch: Path) -> dict[str, Any]:
+    return {"accelerated": accelerated(), "trained": trained(scratch)}
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+def test_two_ranks(shm_root: Path, tmp_path: Path) -> None:
+    """F07, F10: also what each rank has of its own, its random generators, and what both write for the whole job."""
     with nodes(shm_root, 2) as made:
-        told = run_job(made, accelerated)
-    assert told[0] == told[1]
-    assert told[0] == {"nothing": None, "objects": 4, "changed": True, "step": 1, "equal": True}
+        told = run_job(made, accelerated_and_trained, tmp_path)
+    for rank, one in enumerate(told):
+        assert one["trained"] == [None, rank == 0, True]
+        assert one["accelerated"] == {"nothing": None, "objects": 4, "changed": True, "step": 1, "equal": True}
+    files = [content(tmp_path / f"again-{rank}" / "checkpoint-2") for rank in (0, 1)]
+    assert files[0] == files[1]
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "optimizer.pt"} < files[0].keys()
+    for name, data in content(tmp_path / "each-0" / "checkpoint-2").items():
+        assert files[0][name] == data
