@@ -22,7 +22,10 @@ FULL = "no room for .* bytes: of the budget of 8388608 bytes"
 
 
 def test_a_full_memory_is_named_through_torch_save(shm_root: Path) -> None:
-    """F22: wherever it writes: a plain object, a file of a URL, and a whole save by URL. The next save works."""
+    """F22: a plain object, a file of a URL, one of torch_checkpointing, a whole save by URL. The next save works."""
+    pytest.importorskip("torch_checkpointing")
+    from replicator.integrations.torch_checkpointing import ReplicatorStorageConfig
+
     large = torch.ones(10_000_000)
     with nodes(shm_root, 1, start=False) as (node,):
         node.start("--budget-bytes", "8Mi")
@@ -34,6 +37,9 @@ def test_a_full_memory_is_named_through_torch_save(shm_root: Path) -> None:
             fs = fsspec.filesystem("replicator")
             with pytest.raises(StoreFullError, match=FULL), fs.open("full/step-2/a", "wb") as file:
                 torch.save(large, file)
+            strict = ReplicatorStorageConfig(session=session, strict=True).create_storage()
+            with pytest.raises(StoreFullError, match=FULL), strict.stream_write(Path("step-2/b")) as stream:
+                torch.save(large, stream)  # type: ignore[arg-type]
             with pytest.raises(dcp.CheckpointException, match=f"StoreFullError: {FULL}"):
                 dcp.save({"a": large}, checkpoint_id="replicator://full/step-3", no_dist=True)
             dcp.save({"a": large[:1000]}, checkpoint_id="replicator://full/step-4", no_dist=True)
