@@ -16,9 +16,11 @@ from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
 from replicator.agent.lookup_round import Fetched, Round
+from replicator.agent.manifest_sender import FINAL, ManifestSender
 from replicator.agent.manifests import Manifests
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.retention import Retention
+from replicator.agent.telling import tell_all
 from replicator.config import AgentConfig
 from replicator.decide.asking import worth_asking_again
 from replicator.decide.choose_step import choose_step
@@ -35,10 +37,11 @@ from replicator.errors import ReplicatorError
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, validate_job, validate_step
 from replicator.store import Store
-from replicator.v1 import types_pb2
+from replicator.v1 import peer_pb2, types_pb2
 from replicator.wire import (
     node_address_to_pb,
     rejected_to_pb,
+    sender_to_pb,
     source_to_pb,
     unanswered_to_pb,
     version_to_pb,
@@ -75,6 +78,7 @@ class Lookup:
         self._retention = retention
         self._abandonment = abandonment
         self._counters = counters
+        self._sender = ManifestSender(address, jobs, peers, manifests)
         self.is_dead: Callable[[str], bool] = lambda node_id: False
 
     async def run(self, job: str, epoch: int, deadline_s: float, step: int | None) -> types_pb2.Plan:
@@ -122,6 +126,7 @@ class Lookup:
                 self._retention.note_recoverable(decision.version)
             if epoch:
                 await self._keep_manifest(decision.version, round_.fetched)
+                await self._spread_manifest(decision.version, epoch, inventories)
         if epoch and step is None and not silent:
             await self._abandon_leftovers(job, epoch, inventories)
         log.info("recovery lookup", extra={"job": job, "epoch": epoch, "found": plan.found, "reason": plan.reason})
@@ -181,6 +186,55 @@ class Lookup:
             reach("lookup.kept")
         except ReplicatorError as error:
             log.warning("the manifest of what is recovered cannot be stored", extra=fields(version, reason=error))
+
+    async def _spread_manifest(
+        self, version: ContainerVersion, epoch: int, inventories: Sequence[NodeInventory]
+    ) -> None:
+        """Members that lack the manifest get it, for their ranks will bring objects of it there.
+
+        Without it these would be leftovers of a save to them, and go with the next protected container. Not waited for
+        longer than for one answer.
+        """
+        job = version.container.job
+        if epoch != self._jobs.epoch(job) or not self._jobs.is_member(job) or self._manifests.crc(version) is None:
+            return
+        found = {(one.node.node_id, held.version): held for one in inventories for held in one.containers}
+        is_protected = any(held.is_protected for (_, of), held in found.items() if of == version)
+        if is_protected and not self._store.is_protected(version):
+            self._store.mark_protected(version)
+        answered = {one.node.node_id for one in inventories}
+        lacking = []
+        for node in self._jobs.members(job):
+            held = found.get((node.node_id, version))
+            if node.node_id in answered - {self._address.node_id} and (held is None or held.manifest_crc32c is None):
+                lacking.append(node)
+        if not lacking:
+            return
+        limit_s = self._config.rpc_deadline_s
+        try:
+            async with asyncio.timeout(limit_s):
+                if is_protected:
+                    await self._tell_protected(version, lacking, limit_s)
+                else:
+                    await asyncio.gather(*(self._sender.send(version, epoch, node, limit_s) for node in lacking))
+        except TimeoutError:
+            log.warning("not all members have the manifest of what is recovered", extra=fields(version))
+
+    async def _tell_protected(self, version: ContainerVersion, nodes: Sequence[NodeAddress], limit_s: float) -> None:
+        """Who is told so and lacks the manifest fetches it here."""
+        sender = sender_to_pb(self._peers.sender_of(version.container.job))
+        await tell_all(
+            self._peers,
+            nodes,
+            "PeerService/MarkProtected",
+            peer_pb2.MarkProtectedRequest(sender=sender, container=version_to_pb(version), passed_on=True),
+            peer_pb2.MarkProtectedReply,
+            about=version,
+            awaited=f"keeping the manifest of {version}, which is recovered",
+            deadline_s=limit_s,
+            final=FINAL,
+            unheard="a member lacks the manifest of what is recovered",
+        )
 
     async def _abandon_leftovers(self, job: str, epoch: int, inventories: list[NodeInventory]) -> None:
         """Everybody answered: what is of an earlier epoch and nowhere committed never will be."""

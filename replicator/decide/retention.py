@@ -117,4 +117,4 @@ def _reason(view: RetentionView, anchor: ContainerVersion, keep_last: int) -> st
         return f"{what} is older than the {keep_last} newest protected checkpoints that are kept; {newer}."
     if view.committed:
         return f"{what} is committed but was never acknowledged by all buddies; {newer}."
-    return f"{what} was never committed, and {newer}."
+    return f"{what} has no manifest on this node, and {newer}."

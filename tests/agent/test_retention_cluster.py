@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from agent_harness import wait_until
-from cluster import MIB, Cluster, Rank, call, cluster
+from cluster import MIB, Cluster, Rank, call, cluster, sources_of
 
 from replicator.decide.types import Manifest, ObjectSource
 from replicator.errors import StoreFullError
@@ -70,6 +70,26 @@ def test_leftovers_of_a_save_that_was_never_committed_go_with_the_next_protected
     for index in range(3):
         wait_until(lambda index=index: _of_job(three, index) == {kept}, f"n{index} keeps one")
     assert left.version not in _of_job(three, 0)
+
+
+def test_what_is_recovered_is_committed_on_every_member_of_the_new_incarnation(three: Cluster) -> None:
+    """F10: a replacement is no member when the step is committed, and another node's agent makes the plan. What the
+    replacement then brings is no leftover to it, and stays like on the others."""
+    first, second, replacement = three.ranks
+    three.join(first.open_job([first.node, second.node]), ranks=[first, second])
+    manifest = three.save(6, ranks=[first, second])
+    first.commit(manifest)
+    first.protected(manifest.version)
+    assert replacement.node.versions().isdisjoint({manifest.version})
+    three.join(first.open_job(three.nodes))
+    plan = first.lookup()
+    assert manifest.version in replacement.node.committed()
+    assert manifest.version in replacement.node.protected()
+    events = replacement.retrieve(manifest.version, sources_of(plan))
+    assert all(event.done for event in events.values())
+    newer = _protect(three, 9)
+    wait_until(lambda: newer in replacement.node.protected(), "the replacement hears of the newer one")
+    assert _of_job(three, 2) == {manifest.version, newer}
 
 
 def _offer_again(made: Cluster, manifest: Manifest, info) -> peer_pb2.OfferEvent:  # type: ignore[no-untyped-def]

@@ -105,7 +105,7 @@ def test_leftovers_of_an_older_epoch_wait_for_a_protected_checkpoint() -> None:
     assert [(drop.version, drop.reason) for drop in drops] == [
         (
             version(30),
-            "Step 30 (epoch 1, attempt 0) was never committed, "
+            "Step 30 (epoch 1, attempt 0) has no manifest on this node, "
             "and step 15 (epoch 2, attempt 0) is newer and protected.",
         )
     ]
