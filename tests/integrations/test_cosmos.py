@@ -216,7 +216,8 @@ def test_save_lose_a_node_and_resume(shm_root: Path, tmp_path: Path) -> None:
             assert "rank 1 iter_000000005" in found["iteration"]
             assert found["negative"].startswith("InvalidIdError")
             assert "rank 1: IndexError" in found["state"]
-            assert "'scheduler' of job/step-4_ckpt: rank 0: OSError: no such luck" in found["value"], rank
+            assert "'scheduler' of job/step-4_ckpt: rank 0: key 'a'" in found["value"], rank
+            assert "OSError: no such luck" in found["value"], rank
             assert "'ema'" in found["added"]
             parts = (".metadata", "__0_0.distcp", "__1_0.distcp")
             # The same on both ranks is written by the lower one.
