@@ -81,7 +81,7 @@ def test_every_point_is_reached(noting: Cluster) -> None:
     noting.start_agents(noting.nodes[2:])
     noting.enter()
     assert recover(noting) == history.saves[-1].version
-    # Once more, and nobody loads: the replacement is given its copies. Of a new step: the survivors have all of this one.
+    # Once more, and nobody loads: the replacement is given copies of a new step. The survivors have all of this one.
     save(noting, history)
     noting.nodes[2].lose()
     noting.start_agents(noting.nodes[2:])
