@@ -372,7 +372,7 @@ def test_what_is_missing_is_pulled_and_byte_ranges_only_when_resharding(
     three: list[Node], facts: list[dict[str, Any]]
 ) -> None:
     """F44: of an object of 12 MiB, one block of 4 MiB for a few rows; all of it when all is wanted."""
-    _, (good, part, whole) = run_job([three[0], three[2]], rows_of_big, 7)
+    _, (good, part, whole) = run_job([three[0], three[2]], rows_of_big, 8)
     assert good
     assert [(size, all_of_it) for _, size, all_of_it in part] == [(4 << 20, False)]
     assert [all_of_it for _, all_of_it in whole] == [True]
