@@ -34,9 +34,9 @@ def other_release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with the release that is not installed."""
     target = tmp_path_factory.mktemp("torch_checkpointing")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    done = subprocess.run([*command, f"torch_checkpointing=={OTHER_RELEASE}"], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"pip gave no torch_checkpointing {OTHER_RELEASE}: {done.stderr[-200:]}")
+    command.append(f"torch_checkpointing=={OTHER_RELEASE}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"pip gave no torch_checkpointing {OTHER_RELEASE}: {done.stderr[-200:]}"
     yield target
     shutil.rmtree(target)
 
