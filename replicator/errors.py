@@ -119,12 +119,6 @@ class NodeDrainingError(ReplicationError):
     """A node that is being drained was offered a copy; another node is to get it."""
 
 
-class SaveFailedError(ReplicatorError):
-    """A save that went on in the background failed; the message names what was saved, the process, and why."""
-
-    exit_code = 7
-
-
 class CommitError(ReplicatorError):
     """A container was not committed. It may still become visible later, complete and correct."""
 
@@ -135,6 +129,10 @@ class SaveError(ReplicatorError):
     """A save that failed on this rank or on another; the message names the key, the object or the rank."""
 
     exit_code = 7
+
+
+class SaveFailedError(SaveError):
+    """A save that went on in the background failed; the message names what was saved, the process, and why."""
 
 
 class StaleEpochError(ReplicatorError):

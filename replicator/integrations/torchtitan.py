@@ -273,9 +273,11 @@ class ReplicatedCheckpointManager(BaseCheckpointManager):
                 logger.warning("rank %d has saved no %s at step %d, and begins it anew", self._rank, key, plan.step)
         # A manager of its own: what one has loaded it takes for all that will ever be saved.
         fresh = self._backend(synchronous=True)
-        with storage_of(fresh).catalogue.pinned(plan), torch.no_grad():
-            loaded = fresh.load(self._path(plan.step), into=into, map_location="cpu", strict=True)
-        close_backend(fresh)
+        try:
+            with storage_of(fresh).catalogue.pinned(plan), torch.no_grad():
+                loaded = fresh.load(self._path(plan.step), into=into, map_location="cpu", strict=True)
+        finally:
+            close_backend(fresh)
         for key in into:
             wanted[key].load_state_dict(loaded[key])
         GarbageCollection.collect("GC collection for checkpoint loading.")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -39,22 +38,6 @@ def make(root: Path, files: dict[str, bytes]) -> Path:
 
 def content(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with (
-        tempfile.TemporaryDirectory(prefix="replicator-test-", dir="/dev/shm") as root,
-        nodes(Path(root), 1) as (node,),
-    ):
-        yield node
-
-
-@pytest.fixture
-def session(node: Node, request: pytest.FixtureRequest) -> Iterator[Session]:
-    """Each test has a job of its own on the node."""
-    with replicator.init(request.node.name, root=node.root, deadline_s=node.deadline_s) as session:
-        yield session
 
 
 def test_what_is_committed_comes_back(session: Session, tmp_path: Path) -> None:

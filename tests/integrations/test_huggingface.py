@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from job_support import Node, nodes, run_job
+from job_support import nodes, run_job
 
 import replicator
 from replicator.client.session import Session
@@ -63,21 +61,6 @@ def bits(trainer: Any) -> list[bytes]:
     moments = trainer.optimizer.state_dict()["state"]
     tensors = [*trainer.model.state_dict().values(), *(value for one in moments.values() for value in one.values())]
     return [tensor.detach().contiguous().numpy().tobytes() for tensor in tensors]
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with (
-        tempfile.TemporaryDirectory(prefix="replicator-test-", dir="/dev/shm") as root,
-        nodes(Path(root), 1) as (node,),
-    ):
-        yield node
-
-
-@pytest.fixture
-def session(node: Node, request: pytest.FixtureRequest) -> Iterator[Session]:
-    with replicator.init(request.node.name, root=node.root, deadline_s=node.deadline_s) as session:
-        yield session
 
 
 def test_the_trainer_goes_on_bit_for_bit(session: Session, tmp_path: Path) -> None:

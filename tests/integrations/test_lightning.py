@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from job_support import Node, nodes, run_job
+from job_support import Node, run_job
 
 import replicator
 from replicator.client.session import Session
@@ -63,21 +62,6 @@ class Data:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with (
-        tempfile.TemporaryDirectory(prefix="replicator-test-", dir="/dev/shm") as root,
-        nodes(Path(root), 1) as (node,),
-    ):
-        yield node
-
-
-@pytest.fixture
-def session(node: Node, request: pytest.FixtureRequest) -> Iterator[Session]:
-    with replicator.init(request.node.name, root=node.root, deadline_s=node.deadline_s) as session:
-        yield session
 
 
 def train(steps: int, plugin: Any, directory: Path, ckpt_path: str | None = None, **keeps: Any) -> Model:

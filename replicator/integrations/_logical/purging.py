@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -37,7 +38,8 @@ class Purger:
     def close(self, deadline_s: float) -> None:
         """Look once more, and end. Idempotent. Waits for at most `deadline_s`."""
         if self._thread.is_alive():
-            self._looks.put(False)
+            with contextlib.suppress(queue.Full):  # it was told before, and hangs
+                self._looks.put(False, timeout=deadline_s)
             self._thread.join(deadline_s)
             if self._thread.is_alive():
                 logger.warning("superseded checkpoints are still being removed after %.0f s", deadline_s)
