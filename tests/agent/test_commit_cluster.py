@@ -13,7 +13,7 @@ import pytest
 from agent_harness import wait_until
 from cluster import Cluster, cluster
 
-from replicator.decide.types import Manifest, ManifestEntry
+from replicator.decide.types import HeldObject, Manifest, ManifestEntry
 from replicator.errors import CommitError, CorruptObjectError, InvalidIdError, NotFoundError, StaleEpochError
 from replicator.native import crc32c
 from replicator.v1 import peer_pb2, types_pb2
@@ -163,6 +163,32 @@ def test_what_a_replaced_buddy_acknowledged_counts_for_nothing(own_three: Cluste
     own_three.ranks[0].commit(manifest)
     own_three.ranks[0].protected(manifest.version)
     assert buddy.held(mine) is not None
+
+
+def test_what_a_replaced_owner_reported_counts_for_nothing(own_three: Cluster) -> None:
+    """F19, F49: an object of n1 is gone with n1's memory, after n1 said that it had all its copies."""
+    first, owner, _ = own_three.nodes
+    owner.kill()
+    survivors = [own_three.ranks[0], own_three.ranks[2]]
+    manifest = own_three.save(1, ranks=survivors, replicate=False)
+    lost = ManifestEntry("z-lost", 1, 1, "n1")
+    manifest = dataclasses.replace(manifest, entries=(*manifest.entries, lost))
+    own_three.ranks[0].commit(manifest)
+    assert own_three.ranks[0].committed(manifest.version).ok
+    report = peer_pb2.ReportReplicatedRequest(
+        sender=sender_to_pb(Sender(owner.address.identity, own_three.ranks[0].job, 1)),
+        container=version_to_pb(manifest.version),
+        objects=[held_to_pb(HeldObject(lost.name, lost.size, lost.crc32c))],
+    )
+    first.ask("ReportReplicated", report, peer_pb2.ReportReplicatedReply)
+    owner.root = owner.root.with_name("replacement")
+    owner.start("--port", str(owner.port))
+    wait_until(lambda: owner.held(manifest.version.object("shard-0")) is not None, "n0's object is copied")
+    newer = own_three.save(2, ranks=survivors)
+    own_three.ranks[0].commit(newer)
+    own_three.ranks[0].protected(newer.version)
+    event = own_three.ranks[0].committed(manifest.version)
+    assert "never protected" in event.error_message, event
 
 
 def test_an_owner_killed_before_its_report_makes_it_after_its_restart(own_three: Cluster) -> None:
@@ -357,8 +383,6 @@ def test_only_the_coordinator_can_call_a_container_protected(three: Cluster) -> 
 
 def test_a_report_that_does_not_fit_the_manifest_is_refused(three: Cluster) -> None:
     """F49: of an object that the reporting node does not own, of other content, or of an unknown container."""
-    from replicator.decide.types import HeldObject
-
     manifest = three.save(1, replicate=False)
     entry = manifest.entries[1]
 

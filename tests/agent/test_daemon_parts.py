@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import logging
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import replicator
 from replicator.agent.__main__ import parser
 from replicator.agent.daemon import Agent
 from replicator.agent.heal import Healer
@@ -51,3 +53,22 @@ def test_the_help_gives_what_is_a_percentage_as_one() -> None:
     assert len(percents) >= 2
     for name in percents:
         assert f"--{name.replace('_', '-')} PERCENT" in shown
+
+
+def test_an_agent_has_one_event_loop_and_a_trainer_none() -> None:
+    """F31: asynchronous gRPC in a second loop of a process takes the first one's wake-ups. One place makes one."""
+    package = Path(replicator.__file__).parent
+    makers = {"run", "Runner", "new_event_loop", "run_until_complete", "run_forever", "EventLoopPolicy"}
+    loops, speakers = [], set()
+    for path in package.rglob("*.py"):
+        where = str(path.relative_to(package))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in ("asyncio", "uvloop"):
+                loops += [where for name in node.names if name.name in makers]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id in ("asyncio", "uvloop", "loop") and node.attr in makers:
+                    loops.append(where)
+                elif (node.value.id, node.attr) == ("grpc", "aio"):
+                    speakers.add(Path(where).parts[0])
+    assert loops == ["agent/daemon.py"] * 2, "asyncio.Runner of uvloop.new_event_loop, at one place"
+    assert speakers <= {"agent", "transfer", "wire.py"}

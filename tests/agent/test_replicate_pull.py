@@ -280,3 +280,40 @@ async def test_what_is_for_later_and_was_superseded_meanwhile_is_not_brought(cor
     with pytest.raises(ReplicationError, match="for this test"):
         await asyncio.wait_for(taking.task, 10)
     assert core.store.get(one) is None
+
+
+async def test_pulls_at_a_time_are_bounded_for_each_who_asks(core: AgentCore, three: Cluster) -> None:
+    """F20: what owners just wrote, what replaces lost copies, and what trainers want have slots of their own."""
+    rank = three.ranks[0]
+    version = rank.begin(1)
+    infos = [rank.write(version.object(f"o{number:02}"), os.urandom(300_000)) for number in range(21)]
+    begun: list[str] = []
+    full, go = asyncio.Event(), asyncio.Event()
+    land = core.puller._landing.land
+
+    async def landing_waits(info: ObjectInfo, *arguments: Any) -> Any:
+        begun.append(info.object.name)
+        if len(begun) == 4 + 2 + 4:
+            full.set()
+        await go.wait()
+        return await land(info, *arguments)
+
+    core.puller._landing.land = landing_waits  # type: ignore[method-assign]
+    source = three.nodes[0].address
+    takings = core.puller.take(infos[:7], source, 5.0) + core.puller.take(infos[7:14], source, 5.0, background=True)
+    wanted = [_source(info, "n0") for info in infos[14:]]
+
+    async def retrieve() -> list[Any]:
+        return [event async for event in core.puller.retrieve(version, wanted, 5.0)]
+
+    retrieving = asyncio.create_task(retrieve())
+    await asyncio.wait_for(full.wait(), 10)
+    # One more slot of any kind would be taken before an answer of another process is here.
+    await core.peers.greet(source.grpc_address, 5.0)
+    assert sorted(begun) == [info.object.name for info in (*infos[:4], *infos[7:9], *infos[14:18])]
+    go.set()
+    for taking in takings:
+        assert isinstance(taking, Taking)
+        await taking.task
+    assert sum(event.done for event in await retrieving) == 7
+    assert len(begun) == len(infos)
