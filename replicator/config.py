@@ -92,7 +92,9 @@ class AgentConfig:
     etcd_ca: str = field(default="", metadata={"help": "PEM file of etcd's authority; empty: no TLS towards etcd"})
     etcd_cert: str = field(default="", metadata={"help": "PEM file of the certificate shown to etcd"})
     etcd_key: str = field(default="", metadata={"help": "PEM file of its private key"})
-    replicas: int = field(default=1, metadata={"help": "copies beside the owner's, when the job does not say"})
+    replicas: int = field(
+        default=1, metadata={"help": "copies beside the owner's, when the job does not say", "alike": True}
+    )
     labels: Labels = field(
         default=(),
         metadata={"help": "failure domains of this node, outermost first, like zone=a,rack=r7", "kind": "labels"},
@@ -145,14 +147,18 @@ class AgentConfig:
             "choices": ("skip", "block"),
         },
     )
-    keep_last: int = field(default=2, metadata={"help": "protected containers of a job to keep, at least 1"})
+    keep_last: int = field(
+        default=2, metadata={"help": "protected containers of a job to keep, at least 1", "alike": True}
+    )
     keep_every: int = field(
-        default=0, metadata={"help": "keep protected containers whose step is a multiple of this, too; 0: none"}
+        default=0,
+        metadata={"help": "keep protected containers whose step is a multiple of this, too; 0: none", "alike": True},
     )
     lane: str = field(default="auto", metadata={"help": "auto, bulk or grpc", "choices": ("auto", "bulk", "grpc")})
     connections_per_peer: int = field(default=2, metadata={"help": "bulk-lane connections to one peer"})
     deadline_s: float = field(
-        default=30.0, metadata={"help": "no progress for this long is a failure; other timeouts derive from it"}
+        default=30.0,
+        metadata={"help": "no progress for this long is a failure; other timeouts derive from it", "alike": True},
     )
     congestion: str = field(
         default="", metadata={"help": "TCP congestion control of bulk sockets; empty: the system's"}
@@ -193,6 +199,13 @@ class AgentConfig:
         metadata={"help": "debug, info, warning or error", "choices": ("debug", "info", "warning", "error")},
     )
     log_format: str = field(default="text", metadata={"help": "text or json", "choices": ("text", "json")})
+
+    @property
+    def alike(self) -> dict[str, str]:
+        """The settings that all agents of a job must have in common, as text."""
+        return {
+            item.name: str(getattr(self, item.name)) for item in dataclasses.fields(self) if item.metadata.get("alike")
+        }
 
     @property
     def unlabelled(self) -> tuple[str, ...]:

@@ -72,6 +72,16 @@ def status(reply: admin_pb2.StatusReply) -> View:
         },
         "draining": reply.healing.draining,
         "healing": healing(reply.healing),
+        "differing": [
+            {
+                "setting": one.setting,
+                "here": one.here,
+                "there": one.there,
+                "node_ids": list(one.node_ids),
+                "nodes": one.nodes,
+            }
+            for one in reply.differing
+        ],
     }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from replicator.agent.abandon import Abandonment
+from replicator.agent.alike import Alike
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
 from replicator.agent.drain import Drain
@@ -82,6 +83,7 @@ class AgentCore:
     serve_limit: ServeLimit
     bulk: BulkEndpoint | None
     peers: PeerDirectory
+    alike: Alike
     health: HealthMonitor
     manifests: Manifests
     retention: Retention
@@ -197,6 +199,8 @@ def build_core(
         config.serve_limit_bytes_per_s, config.heal_limit_bytes_per_s, is_background=tickets.is_background
     )
     peers = PeerDirectory(config, address, jobs, counters, transport.channel)
+    alike = Alike(config, address, jobs, counters)
+    peers.on_settings = alike.heard
     manifests = Manifests(store, counters)
     retention = Retention(config, address, store, jobs, manifests, counters)
     opener = Opener(config, address.node_id, peers, counters)
@@ -257,6 +261,7 @@ def build_core(
         serve_limit=serve_limit,
         bulk=bulk,
         peers=peers,
+        alike=alike,
         health=health,
         manifests=manifests,
         retention=retention,

@@ -102,6 +102,7 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         found = self._core.jobs.join(request.job, request.epoch, members, request.replicas, agreed)
         self._core.peers.look_at(request.job, [*members, *known])
         self._core.committer.joined(request.job)
+        self._core.alike.look()
         self._core.healer.wake()
         log.info(
             "job joined",

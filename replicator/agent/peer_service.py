@@ -102,6 +102,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             labels=labels_to_pb(core.address.labels),
             members_epoch=core.jobs.members_epoch(sender.job) if sender.job else 0,
             draining=core.peers.own_draining,
+            alike=core.alike.own(),
         )
         if request.want_placement and (agreed := core.jobs.agreed(sender.job)) is not None:
             reply.placement.CopyFrom(placement_to_pb(agreed))

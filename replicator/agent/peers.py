@@ -80,6 +80,8 @@ class PeerDirectory:
         self.on_replaced: list[ReplacedCallback] = []
         # Called when another node is being drained, or no longer is.
         self.on_draining: list[Callable[[], None]] = []
+        # Called with the node id and the settings of a node that answered a Hello.
+        self.on_settings: Callable[[str, Iterable[peer_pb2.AlikeSetting]], None] = lambda node_id, settings: None
         self.own_draining = False
         """Whether this agent says of itself that it is being drained."""
         self._own_names = {address.grpc_address}
@@ -441,6 +443,7 @@ class PeerDirectory:
             for callback in self.on_replaced:
                 callback(before, node)
         self.note_draining(node.node_id, node.identity, draining=reply.draining)
+        self.on_settings(node.node_id, reply.alike)
 
     def _require(self, wanted: NodeAddress | str, found: NodeAddress | None) -> None:
         if isinstance(wanted, str) or found is None or found.node_id == wanted.node_id:

@@ -57,6 +57,7 @@ def status_of(core: AgentCore, clients: ClientRegistry, started: float, *, brief
         scrub_finished_unix_ms=core.scrubber.progress.finished_unix_ms,
         scrub_bytes_per_s=core.config.scrub_bytes_per_s,
         healing=_healing(core),
+        differing=core.alike.to_pb(),
     )
 
 

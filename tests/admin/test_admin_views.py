@@ -23,7 +23,8 @@ SILENT = [types_pb2.UnansweredNode(grpc_address="h:2", reason="why")]
 
 def status() -> admin_pb2.StatusReply:
     job = admin_pb2.JobStatus(job="j", members=[NODE], has_committed=True, newest_committed_step=0)
-    return admin_pb2.StatusReply(node=NODE, uptime_ms=1500, jobs=[job], counters={"b": 1, "a": 2})
+    other = admin_pb2.SettingDifference(setting="keep_last", here="2", there="3", node_ids=["n2"], nodes=1)
+    return admin_pb2.StatusReply(node=NODE, uptime_ms=1500, jobs=[job], counters={"b": 1, "a": 2}, differing=[other])
 
 
 def keys(view: Any) -> Iterator[str]:

@@ -54,6 +54,13 @@ def _draw(page: Page, view: View, *, with_counters: bool) -> None:
         page.line("Warning: the agent runs on the Python fallback, without its native core.", style="yellow")
     if view["quarantined_objects"]:
         page.line(f"Warning: {view['quarantined_objects']} corrupt objects are in quarantine.", style="red")
+    for one in view["differing"]:
+        others = names(one["node_ids"]) + (f" ({one['nodes']} nodes)" if one["nodes"] > 1 else "")
+        page.line(
+            f"Warning: {one['setting']} is {one['here']} here and {one['there']} on {others}; give all agents of a job "
+            "the same.",
+            style="yellow",
+        )
     if view["jobs"]:
         page.table(
             ("JOB", "EPOCH>", "MEMBERS>", "REPLICAS>", "BUDDIES", "COMMITTED>", "PROTECTED>"),
