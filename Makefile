@@ -31,6 +31,9 @@ CHECKED := replicator tests benchmarks examples
 # What an installed environment depends on; Python sources are not among them: the install is editable.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
 
+# Tests start Python hundreds of times: it keeps what it compiled of the sources, whatever the user's habit.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo examples test simulate bench faults lint format clean
 .DELETE_ON_ERROR:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicator.client.launch import AgentRecord, ensure_agent, find_agent, read_record
+from forked import AGENT, Forked
+
+from replicator.client.launch import LOG_FILE, AgentRecord, ensure_agent, find_agent, read_record
 
 # Ranks are forked from a server that has torch loaded and nothing running, so a job starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -25,6 +27,11 @@ _context.set_forkserver_preload(
         "torch.distributed.tensor",
         "torch.distributed.fsdp",
         "grpc",
+        "grpc.experimental",
+        "pytest",
+        "replicator.checkpoint.reader",
+        "replicator.checkpoint.writer",
+        "replicator.client.session",
     ]
 )
 
@@ -46,18 +53,28 @@ class Node:
             "REPLICATOR_SCRUB_BYTES_PER_S": "0",
         }
 
-    def start(self, *flags: str) -> AgentRecord:
-        settings = (
-            "--node-id",
-            self.node_id,
-            "--deadline-s",
-            str(self.deadline_s),
-            "--idle-exit-s",
-            "60",
-            "--scrub-bytes-per-s",
-            "0",
+    @property
+    def _settings(self) -> tuple[str, ...]:
+        return (
+            *("--node-id", self.node_id, "--deadline-s", str(self.deadline_s)),
+            *("--idle-exit-s", "60", "--scrub-bytes-per-s", "0"),
         )
-        return ensure_agent(self.root, flags=(*settings, *flags))
+
+    def start(self, *flags: str) -> AgentRecord:
+        """Its agent, forked and ready."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(self.root / LOG_FILE, "ab") as log:
+            agent = Forked(AGENT, ["--root", str(self.root), *self._settings, *flags], os.environ, log)
+        deadline = time.monotonic() + 30
+        while (record := find_agent(self.root)) is None:
+            assert agent.poll() is None, (self.root / LOG_FILE).read_text()
+            assert time.monotonic() < deadline, "no agent in 30 s"
+            time.sleep(0.01)
+        return record
+
+    def start_detached(self, *flags: str) -> AgentRecord:
+        """Its agent as the library starts one."""
+        return ensure_agent(self.root, flags=(*self._settings, *flags))
 
     def status(self) -> Any:
         """The agent's StatusReply."""

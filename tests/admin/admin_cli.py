@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from forked import ADMIN, Forked
 
 from replicator.native import crc32c
 from replicator.v1 import admin_pb2, types_pb2
@@ -30,10 +31,22 @@ def command(*args: object) -> list[str]:
 
 
 def admin(*args: object, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `replicator-admin` to its end."""
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment(**extra), check=False
-    )
+    """Run `replicator-admin` to its end; in a new interpreter where this one is told something."""
+    if any(name.startswith("PYTHON") for name in extra):
+        return subprocess.run(
+            command(*args), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment(**extra), check=False
+        )
+    texts = [str(arg) for arg in args]
+    process = Forked(ADMIN, texts, environment(**extra))
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with ThreadPoolExecutor(1) as pool, process.stdout, process.stderr:
+            errors = pool.submit(process.stderr.read)
+            output = process.stdout.read()
+            return subprocess.CompletedProcess(texts, process.wait(TIMEOUT_S), output, errors.result())
+    finally:
+        process.kill()
 
 
 def admin_json(*args: object, **extra: str) -> tuple[int, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from admin_cli import admin, admin_json, environment, one_error_line
+from forked import AGENT, Forked
 
 from replicator.decide.types import Manifest, ManifestEntry
 from replicator.ids import CheckpointContainerId, ContainerVersion, make_generation
@@ -82,7 +82,7 @@ class Node:
 
     name: str
     root: Path
-    process: subprocess.Popen[str]
+    process: Forked
 
     def ready(self) -> Node:
         assert self.process.stderr is not None
@@ -104,10 +104,10 @@ class Node:
 
 
 def start(name: str, root: Path, peers: list[str], stack: ExitStack, *flags: str) -> Node:
-    command = [sys.executable, "-m", "replicator.agent", "--root", str(root), "--node-id", name, "--deadline-s", "5"]
+    arguments = ["--root", str(root), "--node-id", name, "--deadline-s", "5"]
     if peers:
-        command += ["--peers", ",".join(peers)]
-    process = subprocess.Popen([*command, *flags], env=environment(), stderr=subprocess.PIPE, text=True)
+        arguments += ["--peers", ",".join(peers)]
+    process = Forked(AGENT, [*arguments, *flags], environment())
 
     def end() -> None:
         if process.poll() is None:
@@ -409,46 +409,27 @@ def test_agent_with_tls(shm_root: Path, tmp_path: Path) -> None:
         assert "missing.pem" in one_error_line(done)
 
 
-TRAINER = """
-import sys, torch, torch.distributed.checkpoint as dcp, replicator
-from replicator.checkpoint import ReplicatedStorageWriter
-session = replicator.init(job="real", root=sys.argv[1], auto_start=False)
-for step in (0, 1):
-    state = {"weight": torch.arange(3000.0).reshape(30, 100) + step, "step": step}
-    writer = ReplicatedStorageWriter(session, wait_for="commit")
-    dcp.save(state, storage_writer=writer, checkpoint_id=step, no_dist=True)
-session.close()
-"""
-STOCK_LOAD = """
-import sys, torch, torch.distributed.checkpoint as dcp
-for step in (0, 1):
-    state = {"weight": torch.zeros(30, 100), "step": -1}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(f"{sys.argv[1]}/{step}"), no_dist=True)
-    assert torch.equal(state["weight"], torch.arange(3000.0).reshape(30, 100) + step), state
-    assert state["step"] == step, state
-"""
-
-
-def python(script: str, *args: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_stock_reader_loads_what_was_pulled(shm_root: Path, tmp_path: Path) -> None:
     """F14, F42: saved through ReplicatedStorageWriter, pulled, loaded with PyTorch's own FileSystemReader."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import replicator
+    from replicator.checkpoint import ReplicatedStorageWriter
+
     with ExitStack() as stack:
         node = start("n1", shm_root / "n1", [], stack).ready()
-        python(TRAINER, node.root)
+        with replicator.init(job="real", root=node.root, auto_start=False) as session:
+            for step in (0, 1):
+                state = {"weight": torch.arange(3000.0).reshape(30, 100) + step, "step": step}
+                writer = ReplicatedStorageWriter(session, wait_for="commit")
+                dcp.save(state, storage_writer=writer, checkpoint_id=step, no_dist=True)
         for step in (0, 1):
             done = admin(
                 "pull", f"real/step-{step}", tmp_path / str(step), REPLICATOR_SOCKET=str(node.root / "agent.sock")
             )
             assert done.returncode == 0, done
-        python(STOCK_LOAD, tmp_path)
+            state = {"weight": torch.zeros(30, 100), "step": -1}
+            dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / str(step)), no_dist=True)
+            assert torch.equal(state["weight"], torch.arange(3000.0).reshape(30, 100) + step)
+            assert state["step"] == step

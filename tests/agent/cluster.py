@@ -59,7 +59,7 @@ class Node:
     def launch(self, *flags: str) -> Node:
         """Start the agent, or a new one after it ended. `ready` waits for it."""
         assert self.agent is None or self.agent.process.poll() is not None
-        self.agent = AgentProcess(self.root, "--node-id", self.node_id, *self.flags, *flags)
+        self.agent = AgentProcess(self.root, "--node-id", self.node_id, *self.flags, *flags, forked=True)
         return self
 
     def start(self, *flags: str) -> Node:

@@ -262,17 +262,17 @@ def test_who_forgot_the_members_takes_its_containers_up_again_when_it_joins(own_
 
 @pytest.fixture
 def impatient(shm_root: Path) -> Iterator[Cluster]:
-    """Three nodes with a deadline of half a second, so that 20 of them are over in a test.
+    """Three nodes with a deadline of 0.3 seconds, so that 20 of them are over in a test.
 
     With two replicas there is nobody who could take a dead buddy's place.
     """
-    with cluster(shm_root, 3, "--deadline-s", "0.5") as made:
+    with cluster(shm_root, 3, "--deadline-s", "0.3") as made:
         made.join(replicas=2)
         yield made
 
 
 def test_who_waits_for_protection_hears_of_a_buddy_that_stays_away(impatient: Cluster) -> None:
-    """By its name. It comes back after all, and gets its copies without anybody asking."""
+    """By its name, and whenever it asks. The buddy comes back after all, and gets its copies by itself."""
     first, buddy, third = impatient.nodes
     manifest = impatient.save(1, replicate=False, ranks=impatient.ranks[:1])
     buddy.kill()
@@ -284,22 +284,16 @@ def test_who_waits_for_protection_hears_of_a_buddy_that_stays_away(impatient: Cl
     assert event.error_kind == "ReplicationError"
     assert "objects of n0 by n1" in event.error_message
     assert "n2" not in event.error_message
-    assert 9 < time.monotonic() - began < 15
+    assert 5.5 < time.monotonic() - began < 12
     assert not first.protected()
+    impatient.ranks[0].commit(manifest)
+    assert impatient.ranks[0].committed(manifest.version).ok
+    assert impatient.ranks[0].committed(manifest.version).error_kind == "ReplicationError"
     buddy.start("--port", str(buddy.port))
     for node in (first, buddy, third):
         wait_until(lambda node=node: manifest.version in node.protected(), f"it is protected on {node.node_id}")
     one = manifest.version.object("shard-0")
     assert buddy.bytes_of(one) == first.bytes_of(one)
-
-
-def test_asking_again_for_a_commit_waits_again(impatient: Cluster) -> None:
-    manifest = impatient.save(1, replicate=False, ranks=[impatient.ranks[0], impatient.ranks[2]])
-    impatient.nodes[1].kill()
-    for _ in range(2):
-        impatient.ranks[0].commit(manifest)
-        assert impatient.ranks[0].committed(manifest.version).ok
-        assert impatient.ranks[0].committed(manifest.version).error_kind == "ReplicationError"
 
 
 # -- the receiver, spoken to directly

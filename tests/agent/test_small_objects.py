@@ -130,7 +130,7 @@ def test_a_bit_flipped_at_the_owner_fails_that_object_alone(three: Cluster) -> N
 
 def test_the_buddy_is_killed_in_the_middle_of_a_batch(shm_root: Path) -> None:
     """F45: the same request goes on with the next agent, and nothing half-made stays."""
-    contents = mixed(2000, seed=2)
+    contents = mixed(800, seed=2)
     # The owner serves no more than half of it in a second, so that there is a middle in which to kill the buddy.
     limit = sum(map(len, contents)) // 2
     with cluster(shm_root, 2, "--serve-limit-bytes-per-s", str(limit)) as made:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,14 +122,15 @@ def test_scratch_of_a_trainer_that_died_is_not_handed_on_while_it_is_filled(own_
         segment = dead.reserve(size).name
         assert _last(dead, _request(dead, info, segment, [0])).done  # so that the holder is known
         holder.signal(signal.SIGSTOP)
-        _call(dead, _request(dead, info, segment, range(size // BLOCK_SIZE)))
+        call = _call(dead, _request(dead, info, segment, range(size // BLOCK_SIZE)))
         dead.lock.close()
         wait_until(lambda: own_three.nodes[2].status().reserved_bytes == 0, "the trainer is given up")
         other.job, other.epoch = dead.job, 1
         mapped = other.reserve(size)
         mapped.view[:] = bytes(len(mapped.view))
         holder.signal(signal.SIGCONT)
-        time.sleep(2)
+        with contextlib.suppress(grpc.RpcError):
+            assert list(call)[-1].done, "nothing is filled any more"
         assert not any(mapped.view), "another node's bytes came into this trainer's memory"
     finally:
         holder.signal(signal.SIGCONT)
@@ -157,7 +158,10 @@ def test_scratch_of_a_call_that_was_given_up_is_not_handed_out_while_it_is_fille
         mapped = rank.reserve(size)
         mapped.view[:] = bytes(len(mapped.view))
         holder.signal(signal.SIGCONT)
-        time.sleep(2)
+        # By now the holder has sent all that it was asked for before.
+        again = rank.reserve(size)
+        assert _last(rank, _request(rank, info, again.name, range(size // BLOCK_SIZE))).done
+        assert any(again.view)
         assert not any(mapped.view), "the agent wrote into memory that was reserved for something else"
         with pytest.raises((grpc.FutureCancelledError, grpc.RpcError)):
             next(call)

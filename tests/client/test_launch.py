@@ -45,8 +45,8 @@ def test_racing_processes_start_exactly_one(shm_root: Path) -> None:
 def test_detached_with_its_environment(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It outlives the trainer, its signals and its terminal; settings in the environment reach it."""
     monkeypatch.setenv("REPLICATOR_KEEP_LAST", "3")
-    with nodes(shm_root, 1) as (node,):
-        record = node.start()
+    with nodes(shm_root, 1, start=False) as (node,):
+        record = node.start_detached()
         assert os.getsid(record.pid) == record.pid
         environment = Path(f"/proc/{record.pid}/environ").read_bytes().split(b"\0")
         assert b"REPLICATOR_KEEP_LAST=3" in environment
@@ -60,12 +60,12 @@ def test_detached_with_its_environment(shm_root: Path, monkeypatch: pytest.Monke
 
 
 def test_a_dead_agents_record_is_not_an_agent(shm_root: Path) -> None:
-    with nodes(shm_root, 1) as (node,):
-        first = node.start()
+    with nodes(shm_root, 1, start=False) as (node,):
+        first = node.start_detached()
         node.kill()
         assert read_record(node.root) is not None
         assert find_agent(node.root) is None
-        second = node.start()
+        second = node.start_detached()
         assert second.pid != first.pid
         assert second.incarnation != first.incarnation
 

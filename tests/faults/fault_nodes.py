@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
+from forked import AGENT, Forked
 
 from replicator.client.launch import find_agent, read_record
 from replicator.faultpoints import VARIABLE
@@ -47,16 +48,22 @@ class Process:
     noted: ClassVar[set[str]] = set()  # by all processes
     complaints: ClassVar[list[str]] = []  # of all processes: what is never to be said
 
-    def __init__(self, command: Sequence[str], point: str = "") -> None:
+    def __init__(self, command: Sequence[str], point: str = "", forked: str = "") -> None:
+        """`forked`: the function that is run with the command as arguments, without a new interpreter."""
         point = point or self.default_point
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(**({VARIABLE: point} if point else {})),
-        )
+        variables = environment(**({VARIABLE: point} if point else {}))
+        self._process: Forked | subprocess.Popen[str]
+        if forked:
+            self._process = Forked(forked, command, variables)
+        else:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=variables,
+            )
         self.pid = self._process.pid
         self.lines: list[str] = []
         self.heard: list[tuple[float, str]] = []  # (monotonic seconds, line)
@@ -174,9 +181,12 @@ class Node:
 
     def launch_agent(self, point: str = "") -> None:
         """Start the agent; `wait_agent` waits for it."""
-        command = [*self.prefix, sys.executable, "-m", "replicator.agent", "--root", str(self.root)]
-        settings = ("--node-id", self.node_id, "--deadline-s", str(self.deadline_s), "--keep-last", "1")
-        self.agent = Process([*command, *settings, *self.flags], point)
+        settings = ["--root", str(self.root), "--node-id", self.node_id, "--deadline-s", str(self.deadline_s)]
+        settings += ["--keep-last", "1", *self.flags]
+        if self.prefix:
+            self.agent = Process([*self.prefix, sys.executable, "-m", "replicator.agent", *settings], point)
+        else:
+            self.agent = Process(settings, point, forked=AGENT)
 
     def wait_agent(self) -> None:
         """Until it is published and serves. Raises CaseFailedError when it is not in time, or ended."""

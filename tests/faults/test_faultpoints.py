@@ -77,10 +77,13 @@ def test_every_point_is_reached(noting: Cluster) -> None:
     noting.nodes[0].kill_agent()
     noting.start_agents(noting.nodes[:1])
     save(noting, history)
-    noting.nodes[2].lose()
-    noting.start_agents(noting.nodes[2:])
-    noting.enter()
-    assert recover(noting) == history.saves[-1].version
+    for _ in range(5):
+        noting.nodes[2].lose()
+        noting.start_agents(noting.nodes[2:])
+        noting.enter()
+        assert recover(noting) == history.saves[-1].version
+        if "lookup.kept" in Process.noted:
+            break  # else the survivors were quicker, and had given the replacement the manifest
     # Once more, and nobody loads: the replacement is given copies of a new step. The survivors have all of this one.
     save(noting, history)
     noting.nodes[2].lose()
