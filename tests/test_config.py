@@ -288,6 +288,10 @@ def test_derived_waits_are_ordered(deadline: float) -> None:
     assert (
         0 < config.connect_deadline_s < config.rpc_deadline_s < config.lookup_deadline_s < config.deadline_s == deadline
     )
+    # Asked, not answered in time, silent from then on: dead within the deadline of the last answer.
+    dead_s = config.health_interval_s + config.rpc_deadline_s + config.dead_after_s
+    assert dead_s <= deadline * (1 + 1e-9)
+    assert config.lookup_deadline_s < config.dead_after_s
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,19 @@ def test_every_agent_gives_the_same_plan(three: Cluster) -> None:
     assert not plan.unanswered
 
 
+def test_a_node_that_is_no_member_any_more_is_searched(three: Cluster) -> None:
+    """F13: it runs, it has the only copy of its shard, and the job went on without it."""
+    first, former, newcomer = three.ranks
+    first.job = former.job = newcomer.job = f"without-{first.job}"
+    three.join(first.open_job([first.node, former.node]), ranks=[first, former], replicas=0)
+    manifest = _protect(three, 1, ranks=[first, former])
+    three.join(newcomer.open_job([first.node, newcomer.node]), ranks=[first, newcomer], replicas=0)
+    for rank in (first, newcomer):
+        plan = rank.lookup()
+        assert version_from_pb(plan.container) == manifest.version
+        assert [list(source.node_ids) for source in plan.sources] == [["n0"], ["n1"]]
+
+
 def test_nothing_saved_is_said_in_words(three: Cluster) -> None:
     plan = three.ranks[0].lookup()
     assert not plan.found

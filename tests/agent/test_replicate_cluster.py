@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -380,6 +381,17 @@ def test_one_object_offered_many_times_at_once_is_pulled_once(three: Cluster) ->
         outcomes = list(pool.map(lambda _: three.nodes[1].offer(request), range(8)))
     assert all(event.sealed.size_bytes == 30 * MIB for (event,) in outcomes)
     assert three.nodes[1].counter("objects_pulled") == pulled + 1
+    agent = three.nodes[1].agent
+    assert agent is not None
+    # F33: at which rate, from where and over which lane is logged.
+
+    def pulls() -> list[str]:
+        return [line for line in agent.output if '"object pulled"' in line and one.version.container.job in line]
+
+    wait_until(pulls, "it is logged")
+    told = json.loads(pulls()[0])
+    assert (told["bytes"], told["source"], told["lane"]) == (30 * MIB, "n0", "bulk")
+    assert told["seconds"] > 0
 
 
 def test_an_owner_that_goes_away_while_it_offers_leaves_nothing_reserved(own_three: Cluster) -> None:

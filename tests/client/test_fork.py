@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from job_support import nodes, run_alone
+from job_support import nodes, run_job
 
 import replicator
 
@@ -29,7 +33,8 @@ def test_bare_forks_while_replicating(shm_root: Path) -> None:
         assert "fork_posix" not in done.stderr, "gRPC's own fork handlers ran"
 
 
-def load_with_workers() -> int:
+def load_with_workers() -> tuple[int, bool]:
+    """(the sum of what the workers gave, whether all that was written meanwhile was copied)."""
     import torch
 
     class Numbers(torch.utils.data.Dataset[int]):
@@ -41,19 +46,35 @@ def load_with_workers() -> int:
 
     session = replicator.init()
     version = session.begin(replicator.CheckpointContainerId("job", 1))
-    total = 0
-    for epoch in range(3):
-        loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=4, multiprocessing_context="fork")
-        for batch in loader:
-            total += int(batch.sum())
-        with session.create(version.object(f"object-{epoch}"), 1000) as sink:
-            sink.write(b"x" * 1000)
-        session.replication.async_replicate(sink.info.object)
+    me = session.agent.node.node_id
+    total, over = 0, threading.Event()
+
+    def replicate() -> list[Any]:
+        copies = []
+        while not over.is_set() and len(copies) < 10_000:
+            with session.create(version.object(f"object-{me}-{len(copies)}"), 20_000) as sink:
+                sink.write(os.urandom(20_000))
+            (copy,) = session.replication.async_replicate(sink.info.object)
+            copies.append(copy)
+            if len(copies) % 8 == 0:
+                copy.result(20)
+        return copies
+
+    with ThreadPoolExecutor(1) as pool:
+        replicating = pool.submit(replicate)
+        for _ in range(3):
+            loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, num_workers=4, multiprocessing_context="fork")
+            for batch in loader:
+                total += int(batch.sum())
+        over.set()
+        copies = replicating.result(30)
+    good = bool(copies) and all(copy.result(20).buddy_node_id != me for copy in copies)
     session.lookup()
     session.close()
-    return total
+    return total, good
 
 
 def test_data_loader_workers(shm_root: Path) -> None:
-    with nodes(shm_root, 1) as (node,):
-        assert run_alone(node, load_with_workers) == 3 * sum(range(64))
+    """They are forked, used and ended while another thread writes and a buddy copies."""
+    with nodes(shm_root, 2) as two:
+        assert run_job(two, load_with_workers) == [(3 * sum(range(64)), True)] * 2
