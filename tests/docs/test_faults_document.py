@@ -26,9 +26,8 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_fault_has_a_test() -> None:
-    rows = [
-        line for line in TEXT.splitlines() if line.startswith("|") and not line.startswith(("|---", "| fault", "| id"))
-    ]
+    heads = ("|---", "| fault", "| id", "| promise")
+    rows = [line for line in TEXT.splitlines() if line.startswith("|") and not line.startswith(heads)]
     assert all("::test_" in row for row in rows)
     ids = {row.split("|")[1].strip() for row in rows}
     wanted = [*range(1, 36), *range(45, 50)]
