@@ -128,11 +128,14 @@ def test_no_agent_and_none_to_be_started(shm_root: Path) -> None:
 def who() -> tuple[str, int, str, list[str], bool]:
     with replicator.init() as session:
         plan = session.lookup()
+        with pytest.raises(InvalidIdError):
+            session.lookup(step=-1 if os.environ["RANK"] == "0" else None)
         return session.job, session.epoch, session.node.node_id, [one.node_id for one in session.members], plan.found
 
 
 def test_four_ranks_on_two_nodes_without_configuration(shm_root: Path) -> None:
-    """No agent runs beforehand: each node's first rank starts one. All ranks get the same epoch (F11)."""
+    """No agent runs beforehand: each node's first rank starts one. All ranks get the same epoch (F11), the one plan that
+    one agent was asked for, and the same error where it cannot be asked (F09, F41)."""
     with nodes(shm_root, 2, start=False) as two:
         placement = [two[0], two[0], two[1], two[1]]
         first = run_job(placement, who)
@@ -140,6 +143,7 @@ def test_four_ranks_on_two_nodes_without_configuration(shm_root: Path) -> None:
             ("job", node.node_id, ["n0", "n1"], False) for node in placement
         ]
         assert len({epoch for _, epoch, _, _, _ in first}) == 1
+        assert [node.counter("lookups") for node in two] == [1, 0]
         again = run_job(placement, who)
         assert {epoch for _, epoch, _, _, _ in again} == {first[0][1] + 1}
 
