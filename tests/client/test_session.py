@@ -134,8 +134,8 @@ def who() -> tuple[str, int, str, list[str], bool]:
 
 
 def test_four_ranks_on_two_nodes_without_configuration(shm_root: Path) -> None:
-    """No agent runs beforehand: each node's first rank starts one. All ranks get the same epoch (F11), the one plan that
-    one agent was asked for, and the same error where it cannot be asked (F09, F41)."""
+    """No agent runs beforehand: each node's first rank starts one. All ranks get the same epoch (F11), the one plan
+    that one agent was asked for, and the same error where it cannot be asked (F09, F41)."""
     with nodes(shm_root, 2, start=False) as two:
         placement = [two[0], two[0], two[1], two[1]]
         first = run_job(placement, who)
