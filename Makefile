@@ -51,13 +51,14 @@ $(VENV)/.created:
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
 	@touch $@
 
+# --no-compile: Python compiles what it imports; pip would compile ten thousand files, and most are never looked at.
 # PyTorch first and alone, so that no later resolution picks another build of it.
 $(VENV)/.torch: $(VENV)/.created
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(BUILD_INPUTS)
-	$(BIN)/python -m pip install --quiet --editable '.[test,torch]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test,torch]'
 	@touch $@
 
 demo: venv
@@ -69,11 +70,10 @@ examples: venv
 lint: venv
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
-	$(BIN)/mypy --strict -p replicator
-	$(BIN)/mypy --strict -p benchmarks
+	$(BIN)/mypy --strict -p replicator -p benchmarks
 
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 simulate: venv
 	$(BIN)/python -m tests.simulator $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(BREAK),--break $(BREAK))

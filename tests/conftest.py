@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 
     from replicator import Session
 
+TESTS = Path(__file__).parent
+# Files of which each takes long, or which the longest test is in. They begin first, so that none is left for the end.
+LONG = (
+    *("demo/test_demo.py", "integrations/test_cosmos_background.py", "checkpoint/test_dcp.py"),
+    *("simulator/test_simulator.py", "integrations/test_torchtitan.py", "integrations/test_examples.py"),
+    *("deploy/test_deploy_files.py", "integrations/test_torch_checkpointing.py", "agent/test_small_objects.py"),
+    *("benchmarks/test_command.py", "packaging/test_protobuf_runtimes.py", "packaging/test_no_compiler.py"),
+    *("agent/test_small_objects_retrieve.py", "agent/test_commit_cluster.py", "checkpoint/test_failed_saves.py"),
+    *("agent/test_heal_cluster.py", "client/test_session.py", "checkpoint/test_saver_job.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {TESTS / name: place for place, name in enumerate(LONG)}
+    assert all(path.exists() for path in rank), "a test file was renamed"
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
 
 @pytest.fixture
 def shm_root() -> Iterator[Path]:

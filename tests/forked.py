@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 AGENT = "replicator.agent.__main__:main"
@@ -93,6 +94,22 @@ class Forked:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def run(
+    call: str, arguments: Sequence[str], environment: Mapping[str, str], timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end, as subprocess.run does."""
+    process = Forked(call, arguments, environment)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with ThreadPoolExecutor(1) as pool, process.stdout, process.stderr:
+            errors = pool.submit(process.stderr.read)
+            output = process.stdout.read()
+            return subprocess.CompletedProcess(list(arguments), process.wait(timeout), output, errors.result())
+    finally:
+        process.kill()
 
 
 class _Nursery:

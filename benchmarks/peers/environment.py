@@ -73,11 +73,11 @@ def ensure(recipe: Recipe, settings: Settings) -> Environment:
 
 
 def _install(recipe: Recipe, directory: Path) -> None:
-    _checked([sys.executable, "-m", "venv", str(directory)], "making a virtual environment")
+    _checked([sys.executable, "-m", "venv", "--without-pip", str(directory)], "making a virtual environment")
     _checked(
         [
-            str(directory / "bin" / "python"),
-            *("-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"),
+            *(sys.executable, "-m", "pip", "--python", str(directory / "bin" / "python")),
+            *("install", "--quiet", "--no-deps", "--disable-pip-version-check"),
             *([] if recipe.builds else ["--only-binary=:all:"]),
             *recipe.options,
             *recipe.requirements,

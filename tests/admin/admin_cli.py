@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from forked import ADMIN, Forked
+from forked import ADMIN, run
 
 from replicator.native import crc32c
 from replicator.v1 import admin_pb2, types_pb2
@@ -36,17 +36,7 @@ def admin(*args: object, **extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command(*args), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment(**extra), check=False
         )
-    texts = [str(arg) for arg in args]
-    process = Forked(ADMIN, texts, environment(**extra))
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        with ThreadPoolExecutor(1) as pool, process.stdout, process.stderr:
-            errors = pool.submit(process.stderr.read)
-            output = process.stdout.read()
-            return subprocess.CompletedProcess(texts, process.wait(TIMEOUT_S), output, errors.result())
-    finally:
-        process.kill()
+    return run(ADMIN, [str(arg) for arg in args], environment(**extra), TIMEOUT_S)
 
 
 def admin_json(*args: object, **extra: str) -> tuple[int, dict[str, Any]]:

@@ -177,6 +177,14 @@ def test_status(healthy: dict[str, Node]) -> None:
 def test_nodes_with_one_that_is_gone(nodes: dict[str, Node]) -> None:
     """F15, F19."""
     assert admin_json("nodes", "--root", nodes["n3"].root)[0] == 0
+
+    def believed() -> dict[str, Any]:
+        peers = admin_json("status", "--root", nodes["n3"].root)[1]["peers"]
+        return {peer["node"]["node_id"]: peer for peer in peers}
+
+    began = time.time()
+    while {name: peer["state"] for name, peer in believed().items()} != {"n1": "alive", "n2": "alive"}:
+        assert time.time() - began < 30
     nodes["n1"].kill()
     status, found = admin_json("nodes", "--root", nodes["n3"].root)
     assert status == 0
@@ -187,11 +195,6 @@ def test_nodes_with_one_that_is_gone(nodes: dict[str, Node]) -> None:
     assert gone["status"] is None
     assert "No answer from n1: " in admin("nodes", "--root", nodes["n3"].root).stdout
     began = time.time()
-
-    def believed() -> dict[str, Any]:
-        peers = admin_json("status", "--root", nodes["n3"].root)[1]["peers"]
-        return {peer["node"]["node_id"]: peer for peer in peers}
-
     while (peers := believed())["n1"]["state"] != "dead":
         assert time.time() - began < 30
     assert set(peers) == {"n1", "n2"}

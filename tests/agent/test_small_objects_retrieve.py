@@ -40,8 +40,8 @@ def saved(three: Cluster) -> Saved:
     return three, _save(three, contents), contents
 
 
-def test_two_thousand_come_to_an_empty_node(three: Cluster) -> None:
-    contents = mixed(2000, seed=4)
+def test_hundreds_come_to_an_empty_node(three: Cluster) -> None:
+    contents = mixed(800, seed=4)
     infos = _save(three, contents)
     with session(three, 2) as trainer:
         progress: dict[str, int] = {}

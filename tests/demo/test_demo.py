@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import ADMIN, run
 
 from replicator.demo.cli import PREFIX, add_arguments
 from replicator.demo.events import Event, Inbox, Reporter
@@ -46,7 +47,10 @@ def of_workspace(work: Path) -> list[int]:
 def test_demo_recovers_bit_for_bit_from_peers() -> None:
     """Node 0 is lost, with the coordinator rank on it; the numbers agree with each other (F05, F06, F10, F11)."""
     ran = subprocess.run(
-        [*DEMO, "--json", "--lose", "0", "--steps", "16", "--seed", "3"], capture_output=True, text=True, timeout=280
+        [*DEMO, "--json", "--lose", "0", "--steps", "9", "--save-every", "3", "--seed", "3"],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])
@@ -65,7 +69,7 @@ def test_demo_recovers_bit_for_bit_from_peers() -> None:
     assert "node-0" not in told["source_nodes"]
     assert 0 < told["recovery_seconds"] < told["downtime_seconds"] < told["total_seconds"]
     # Every rank reported every step at least once, and those after the recovered step twice or as far as it got.
-    assert told["losses_compared"] >= 16 * 3
+    assert told["losses_compared"] >= 9 * 3
     (work,) = workspaces_in(ran.stdout + ran.stderr)
     assert not work.exists(), "the demo left memory behind"
 
@@ -133,7 +137,7 @@ def test_what_a_killed_demo_left_is_removed_by_the_next() -> None:
     ],
 )
 def test_wrong_options_are_one_line(options: list[str]) -> None:
-    ran = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=60)
+    ran = run(ADMIN, ["demo", *options], os.environ)
     assert ran.returncode == 2
     assert ran.stdout == ""
     assert len(ran.stderr.splitlines()) == 1

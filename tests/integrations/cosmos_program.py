@@ -1,6 +1,6 @@
-"""A Cosmos-style training job of two ranks, each on a node of its own, for test_cosmos_background.py under torchrun.
+"""A Cosmos-style training job of two ranks, each on a node of its own, for test_cosmos_background.py.
 
-Argument: a directory. The first incarnation saves in the background, loses a background process in the middle of a
+The first incarnation saves in the background, loses a background process in the middle of a
 save, and is killed between two saves; the second one resumes.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +104,8 @@ def wait_protected(session: replicator.Session, step: int) -> None:
         plan = session.lookup()
         if plan.step == step and all(len(source.node_ids) == 2 for source in plan.sources):
             return
+        # A new background process needs the processor to load PyTorch; all ranks get the same plan.
+        time.sleep(0.1)
     raise TimeoutError(f"step {step} is not protected: {plan.reason}")
 
 
@@ -159,12 +160,9 @@ def first(base: Path, trainer: Trainer, checkpointer: DistributedCheckpointer, t
     return found
 
 
-def main() -> None:
-    base = Path(sys.argv[1])
-    rank, again = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    os.environ["REPLICATOR_ROOT"] = str(base / f"n{rank}")
-    os.environ["REPLICATOR_NODE_ID"] = f"n{rank}"
-    dist.init_process_group("gloo")
+def train(base: Path, again: bool) -> None:
+    """One incarnation; the first one does not return on rank 1."""
+    rank = dist.get_rank()
     session = replicator.init()
     trainer = Trainer(rank)
     told: list[int] = []
@@ -185,7 +183,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         with contextlib.suppress(BaseException):
             dist.barrier()
-        sys.exit(1)
+        return
     found = {"started_at": checkpointer.load(*trainer.parts()), "words": trainer.words()}
     checkpointer.save(*trainer.parts(), iteration=SAVED + 1)
     pid = checkpointer.background_pid
@@ -194,8 +192,3 @@ def main() -> None:
     found["ended"] = not Path(f"/proc/{pid}").exists()
     (base / f"second-{rank}.json").write_text(json.dumps(found))
     session.close()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

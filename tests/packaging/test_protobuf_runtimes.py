@@ -80,8 +80,9 @@ class Runtime:
 
     def __init__(self, line: str, folder: Path) -> None:
         self.folder = folder / "runtime"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(self.folder)]
         made = subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(self.folder), *RUNTIMES[line]],
+            [*pip, *RUNTIMES[line]],
             capture_output=True,
             text=True,
             timeout=280,
