@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class AgentProcess:
 
     Args:
         forked: the same without a new interpreter, which is much quicker.
-        before: called in the new process before it becomes an agent.
+        prefix: a command that becomes the agent's. (preexec_fn would be a fork of this process, where gRPC runs.)
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class AgentProcess:
         *flags: str,
         env: dict[str, str] | None = None,
         forked: bool = False,
-        before: Callable[[], None] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.root = root
         arguments = ["--root", str(root), "--log-format", "json", *flags]
@@ -51,13 +51,12 @@ class AgentProcess:
             self.process = Forked(AGENT, arguments, env or environment())
         else:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "replicator.agent", *arguments],
+                [*prefix, sys.executable, "-m", "replicator.agent", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env=env or environment(),
-                preexec_fn=before,
             )
         self.lines: list[dict[str, Any]] = []
         self.output: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from replicator.v1 import admin_pb2
 
 SERVER = "127.0.73.53"
 PORT = 17917
-_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 class Zone(BaseResolver):  # type: ignore[misc]
@@ -35,20 +33,10 @@ class Zone(BaseResolver):  # type: ignore[misc]
         return reply
 
 
-def with_resolver(file: Path) -> Callable[[], None]:
+def with_resolver(file: Path) -> list[str]:
     """For a process about to start: a mount namespace of its own, in which /etc/resolv.conf is `file`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def before() -> None:
-        for done in (
-            libc.unshare(_CLONE_NEWNS),
-            libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
-            libc.mount(os.fsencode(file), b"/etc/resolv.conf", None, _MS_BIND, None),
-        ):
-            if done != 0:
-                raise OSError(ctypes.get_errno(), "no mount namespace")
-
-    return before
+    script = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(file)]
 
 
 @pytest.fixture
@@ -83,7 +71,7 @@ def test_agents_find_each_other_by_a_service_that_comes_up_late_and_follow_a_pod
             shm_root / node_id,
             *("--node-id", node_id, "--bind", host, "--port", str(PORT), "--deadline-s", "3"),
             *("--membership", "dns", "--dns-name", f"agents.replicator.test:{PORT}"),
-            before=with_resolver(resolv),
+            prefix=with_resolver(resolv),
         )
         running.append(agent)
         return agent.wait_ready()

@@ -46,15 +46,15 @@ def group() -> Iterator[Path]:
         path.rmdir()
 
 
-def _enter(group: Path) -> None:
-    (group / "cgroup.procs").write_text(str(os.getpid()))
+def _enter(group: Path) -> list[str]:
+    return ["sh", "-c", 'echo $$ >"$0"/cgroup.procs && exec "$@"', str(group)]
 
 
 @contextlib.contextmanager
 def _limited(group: Path, root: Path, *flags: str) -> Iterator[Node]:
     """An agent that is in the cgroup before its first instruction."""
     node = Node("n0", root)
-    node.agent = AgentProcess(root, "--node-id", "n0", *flags, before=lambda: _enter(group))
+    node.agent = AgentProcess(root, "--node-id", "n0", *flags, prefix=_enter(group))
     try:
         yield node
     finally:
