@@ -41,27 +41,39 @@ class ObjectWriteBucket:
     """What becomes one object.
 
     Attributes:
-        object_id: the object. object_name: its name in the container.
+        object_id: the object. object_name: its name, seen from where the metadata are.
         bytesio_data, tensor_data: the items with their values.
     """
 
     object_id: CheckpointObjectId
     object_name: str
-    bytesio_data: list[tuple[WriteItem, io.BytesIO]]
-    tensor_data: list[tuple[WriteItem, torch.Tensor]]
+    bytesio_data: list[tuple[WriteItem, io.BytesIO]] = field(default_factory=list)
+    tensor_data: list[tuple[WriteItem, torch.Tensor]] = field(default_factory=list)
     _own: set[int] = field(default_factory=set, repr=False, compare=False)
 
-    def add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
+    def add(self, item: WriteItem, resolver: WriteItemResolver) -> None:
+        """Resolve an item, and take it. Raises SaveError, with the key, and like `add_tensor`."""
+        if is_blob(item):
+            self.bytesio_data.append((item, resolve_blob(resolver, item)))
+        else:
+            self.add_tensor(item, resolver)
+
+    def add_tensor(self, item: WriteItem, resolver: WriteItemResolver) -> None:
         """A tensor of the CPU that is part of a larger storage, or not contiguous, becomes a contiguous copy.
 
         Raises:
             UnsupportedError: it cannot be copied; with the key.
         """
+        tensor = resolve_tensor(resolver, item).detach()
         if tensor.device.type == "cpu" and is_templated(tensor) and not _is_whole(tensor):
             with naming(item, f"{_kind(tensor)} cannot be saved", UnsupportedError):
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             self._own.add(len(self.tensor_data))
         self.tensor_data.append((item, tensor))
+
+    def tensors(self) -> Iterable[tuple[WriteItem, torch.Tensor]]:
+        """To be written."""
+        return self.tensor_data
 
     def owns(self, index: int) -> bool:
         """Whether nobody else has the tensor at this place of `tensor_data`."""
@@ -80,6 +92,28 @@ class ObjectWriteBucket:
         """What the object will take; a guess for tensors that are not dense."""
         blobs = sum(blob.getbuffer().nbytes for _, blob in self.bytesio_data)
         return blobs + sum(tensor_bytes(tensor.dtype, tensor.shape) for _, tensor in self.tensor_data)
+
+
+@dataclass
+class LateBucket(ObjectWriteBucket):
+    """One whose tensors are had when they are written, one after another, and written from wherever they lie.
+
+    A planner that makes them then, to cast them for instance, needs memory for one at a time (F26). Not to be staged
+    or pickled.
+    """
+
+    _late: list[tuple[WriteItem, WriteItemResolver]] = field(default_factory=list, repr=False, compare=False)
+
+    def add_tensor(self, item: WriteItem, resolver: WriteItemResolver) -> None:
+        self._late.append((item, resolver))
+
+    def tensors(self) -> Iterable[tuple[WriteItem, torch.Tensor]]:
+        return ((item, resolve_tensor(resolver, item)) for item, resolver in self._late)
+
+    @property
+    def size_bytes(self) -> int:
+        dense = [(one.properties.dtype, one.chunk.sizes) for item, _ in self._late if (one := item.tensor_data)]
+        return super().size_bytes + sum(tensor_bytes(dtype, shape) for dtype, shape in dense)
 
 
 def split_items(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:

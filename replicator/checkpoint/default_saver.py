@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -21,13 +17,10 @@ from replicator.checkpoint.buckets import (
     ObjectWriteBucket,
     WriteItemResolver,
     in_threads,
-    is_blob,
-    resolve_blob,
-    resolve_tensor,
     split_items,
     write_object,
 )
-from replicator.checkpoint.committing import log_failure
+from replicator.checkpoint.committing import entry_of, wait_for_commit
 from replicator.checkpoint.flat_state import stage_flat
 from replicator.checkpoint.gathering import Sealed, collect, missing_ranks, report
 from replicator.checkpoint.metadata_bytes import metadata_bytes
@@ -35,8 +28,10 @@ from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_o
 from replicator.checkpoint.objects import CheckpointObjectManager
 from replicator.checkpoint.saver import CheckpointSaver
 from replicator.checkpoint.staging import Stager
+from replicator.checkpoint.torch_threads import bounded_threads
 from replicator.client.outstanding import CommitInfo, ReplicaInfo
 from replicator.client.replication import ReplicationManager
+from replicator.decide.types import ManifestEntry
 from replicator.errors import ConfigError, SaveError
 from replicator.ids import CheckpointContainerId, CheckpointObjectId, ContainerVersion
 
@@ -47,13 +42,14 @@ COORDINATOR = 0
 
 
 @dataclass
-class _Save:
-    """The save at hand. `written`: whether this rank has begun to write objects. `listed`: names of objects that its
-    metadata speak of."""
+class OneSave:
+    """The save at hand. `written`: whether this rank has begun to write objects. `sealed`: what this process wrote, by
+    name. `listed`: names of objects that its metadata speak of."""
 
     version: ContainerVersion
     written: bool = False
     buckets: list[ObjectWriteBucket] = field(default_factory=list)
+    sealed: dict[str, ManifestEntry] = field(default_factory=dict)
     listed: set[str] = field(default_factory=set)
 
 
@@ -102,18 +98,18 @@ class DefaultCheckpointSaver(CheckpointSaver):
         self._copy_cpu_tensors = copy_cpu_tensors
         self._resumable = resumable
         self._stager = Stager()
-        self._save: _Save | None = None
+        self._save: OneSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
             # The other process is no rank of its own, and torch.distributed is not initialised there.
-            "_global_rank": _Constant(self._global_rank()),
-            "_local_rank": _Constant(self._local_rank()),
-            "_barrier": _no_barrier,
+            "_global_rank": Constant(self._global_rank()),
+            "_local_rank": Constant(self._local_rank()),
+            "_barrier": no_barrier,
             "_replication": None,
             "_stager": Stager(),
-            "_save": None if self._save is None else _Save(self._save.version),
+            "_save": None if self._save is None else OneSave(self._save.version),
         }
 
     # -- stages
@@ -127,19 +123,18 @@ class DefaultCheckpointSaver(CheckpointSaver):
         StaleEpochError: a newer incarnation of the job exists.
         """
         container = self._container(checkpoint_id)
-        rank = self._checked_rank()
-        self._objects.mark_unfinished(container, self._local_rank(), rank)
+        self._mark(container)
         try:
             if self._save is not None:
-                logger.warning("%s was never finalized by rank %d; it is given up", self._save.version, rank)
+                logger.warning(
+                    "%s was never finalized by rank %d; it is given up", self._save.version, self._global_rank()
+                )
                 self._objects.forget(self._save.version.container)
                 self._save = None
-            self._clear_marks(container)
-            begun = self._objects.begin(container, self) if rank == COORDINATOR else self._objects.follow(container)
+            self._save = OneSave(self._objects.take_part(self._begin(container)))
         except BaseException:
-            self._objects.mark_finished(container, self._local_rank())
+            self._unmark(container)
             raise
-        self._save = _Save(begun)
 
     def stage_data(
         self, checkpoint_id: CheckpointId, state_dict: dict[str, Any], non_blocking: bool = True
@@ -174,17 +169,12 @@ class DefaultCheckpointSaver(CheckpointSaver):
             InvalidIdError: a prefix that cannot be one.
         """
         save = self._begun(checkpoint_id)
-        rank = self._global_rank()
-        _check_unique(write_items, rank)
+        _check_unique(write_items, self._global_rank())
         buckets = []
         for number, items in enumerate(split_items(write_items, bucket_count)):
-            name = f"{object_name_prefix}_{number}_src{rank}.distcp"
-            bucket = ObjectWriteBucket(CheckpointObjectId(save.version.container, name), name, [], [])
+            bucket = self._bucket(save.version.container, object_name_prefix, number)
             for item in items:
-                if is_blob(item):
-                    bucket.bytesio_data.append((item, resolve_blob(resolver, item)))
-                else:
-                    bucket.add_tensor(item, resolve_tensor(resolver, item).detach())
+                bucket.add(item, resolver)
             buckets.append(bucket)
         save.buckets += buckets
         return buckets
@@ -208,10 +198,10 @@ class DefaultCheckpointSaver(CheckpointSaver):
         threads = max(thread_count, 1)
         _check_names(write_buckets, save.version.container, self._global_rank())
         work = [
-            (bucket.object_name, lambda bucket=bucket: self._write(bucket, replicate_after_write))
+            (bucket.object_name, lambda bucket=bucket: self._write(save, bucket, replicate_after_write))
             for bucket in write_buckets
         ]
-        with _bounded_threads(threads):
+        with bounded_threads(threads):
             written = in_threads(work, threads, f"{save.version.container} on rank {self._global_rank()}")
         return [result for part in written for result in part]
 
@@ -228,11 +218,12 @@ class DefaultCheckpointSaver(CheckpointSaver):
             return
         save.written = True
         one = CheckpointObjectId(save.version.container, md_object_name)
-        self._objects.write_bytes(one, metadata_bytes(metadata))
+        save.sealed[md_object_name] = entry_of(self._objects.write_bytes(one, self._serialised(metadata)))
         self.async_replicate_object(one)
         save.listed.add(md_object_name)
-        for info in (metadata.storage_data or {}).values():
-            save.listed.add(posixpath.normpath(posixpath.join(posixpath.dirname(md_object_name), info.relative_path)))
+        folder = posixpath.dirname(md_object_name)
+        paths = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        save.listed |= {posixpath.normpath(posixpath.join(folder, path)) for path in paths}
 
     def finalize_checkpoint(self, checkpoint_id: CheckpointId) -> Future[CommitInfo] | None:
         """What is superseded is removed by the agents of all nodes, under their retention rules, from then on.
@@ -243,38 +234,69 @@ class DefaultCheckpointSaver(CheckpointSaver):
             ReplicatorError: on the coordinator: the commit was refused.
         """
         save = self._begun(checkpoint_id)
-        container, rank = save.version.container, self._checked_rank()
-        session = self._objects.session
         self._save = None
         try:
-            self._objects.mark_finished(container, self._local_rank())
-            mine = Sealed(rank, save.version, session.node.node_id, self._objects.entries(container))
-            report(session.ranks, mine)
-            self._wait_for_all(mine)
-            if rank != COORDINATOR:
+            self._unmark(save.version.container)
+            entries = self._gather(save)
+            if entries is None:
                 return None
-            entries = collect(session.ranks, mine, session.deadline_s)
             _check_complete(save, {entry.name for entry in entries})
-            futures = self._objects.commit(save.version, entries, session.ranks.world_size, self._resumable)
+            return self._commit(save.version, entries)
         except BaseException:
-            if rank == COORDINATOR:
-                self._objects.abandon(save.version)
+            self._give_up(save.version)
             raise
         finally:
-            self._objects.forget(container)
-        futures.committed.add_done_callback(log_failure(session))
-        return futures.protected
+            self._objects.forget(save.version.container)
 
     def close(self) -> None:
         """Let go of the memory that staging keeps for the next save. The saver may be used on."""
         self._stager.clear()
 
+    # -- how the ranks come together, for those who have another way
+
+    def _begin(self, container: CheckpointContainerId) -> ContainerVersion:
+        """The attempt that all ranks write: the coordinator begins one."""
+        if self._rank() != COORDINATOR:
+            return self._objects.follow(container)
+        return self._objects.begin(container, self)
+
+    def _newest(self, version: ContainerVersion) -> ContainerVersion:
+        """The attempt, or what has taken its place before this rank wrote anything."""
+        return version if self._global_rank() == COORDINATOR else self._objects.catch_up(version)
+
+    def _gather(self, save: OneSave) -> list[ManifestEntry] | None:
+        """Return when every rank has sealed what it has: on the coordinator all of it, elsewhere None."""
+        session, rank = self._objects.session, self._rank()
+        mine = Sealed(rank, save.version, session.node.node_id, self._objects.entries(save.version.container))
+        report(session.ranks, mine)
+        self._wait_for_all(mine)
+        return collect(session.ranks, mine, session.deadline_s) if rank == COORDINATOR else None
+
+    def _commit(self, version: ContainerVersion, entries: list[ManifestEntry]) -> Future[CommitInfo] | None:
+        """On the coordinator."""
+        session = self._objects.session
+        futures = self._objects.commit(version, entries, session.ranks.world_size, self._resumable)
+        wait_for_commit(session, version, futures, "seal", 0.0)
+        return futures.protected
+
+    def _give_up(self, version: ContainerVersion) -> None:
+        """This rank has failed."""
+        if self._global_rank() == COORDINATOR:
+            self._objects.abandon(version)
+
     # -- parts
+
+    def _serialised(self, metadata: Metadata) -> bytes:
+        return metadata_bytes(metadata)
+
+    def _bucket(self, container: CheckpointContainerId, prefix: str, number: int) -> ObjectWriteBucket:
+        name = f"{prefix}_{number}_src{self._global_rank()}.distcp"
+        return ObjectWriteBucket(CheckpointObjectId(container, name), name)
 
     def _container(self, checkpoint_id: CheckpointId) -> CheckpointContainerId:
         return container_of(checkpoint_id, self._objects.session.job)
 
-    def _checked_rank(self) -> int:
+    def _rank(self) -> int:
         rank, ranks = self._global_rank(), self._objects.session.ranks
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks.world_size:
             raise ConfigError(
@@ -282,17 +304,19 @@ class DefaultCheckpointSaver(CheckpointSaver):
             )
         return rank
 
-    def _begun(self, checkpoint_id: CheckpointId) -> _Save:
+    def _begun(self, checkpoint_id: CheckpointId) -> OneSave:
         container = self._container(checkpoint_id)
         if self._save is None or self._save.version.container != container:
             at_hand = "none" if self._save is None else str(self._save.version.container)
             raise ConfigError(f"{container} is not being saved ({at_hand} is); call initialize_checkpoint first")
-        if self._global_rank() != COORDINATOR and not self._save.written:
-            self._save.version = self._objects.catch_up(self._save.version)
+        if not self._save.written:
+            self._save.version = self._newest(self._save.version)
         return self._save
 
-    def _clear_marks(self, container: CheckpointContainerId) -> None:
-        """Of saves that were not finalized: this rank's, and on local rank 0 those of earlier incarnations."""
+    def _mark(self, container: CheckpointContainerId) -> None:
+        """And take away those of saves that were not finalized: this rank's, on local rank 0 also those of earlier
+        incarnations."""
+        self._objects.mark_unfinished(container, self._local_rank(), self._rank())
         for (other, local_rank), writer in self._objects.unfinished().items():
             mine = local_rank == self._local_rank()
             old = self._local_rank() == 0 and (writer is None or writer.epoch != self._objects.session.epoch)
@@ -302,9 +326,13 @@ class DefaultCheckpointSaver(CheckpointSaver):
             logger.warning("%s was left unfinished by %s", other, who)
             self._objects.mark_finished(other, local_rank)
 
-    def _write(self, bucket: ObjectWriteBucket, replicate: bool) -> list[WriteResult]:
+    def _unmark(self, container: CheckpointContainerId) -> None:
+        self._objects.mark_finished(container, self._local_rank())
+
+    def _write(self, save: OneSave, bucket: ObjectWriteBucket, replicate: bool) -> list[WriteResult]:
         with self._objects.acquire_buffer(bucket.object_id, self._initial_size or bucket.size_bytes) as sink:
-            results = write_object(sink, bucket.object_name, bucket.tensor_data, bucket.bytesio_data, stock=self._stock)
+            results = write_object(sink, bucket.object_name, bucket.tensors(), bucket.bytesio_data, stock=self._stock)
+        save.sealed[bucket.object_id.name] = entry_of(sink.info)
         if replicate:
             self.async_replicate_object(bucket.object_id)
         return results
@@ -320,7 +348,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
 
 @dataclass(frozen=True)
-class _Constant:
+class Constant:
     """A getter that can be pickled."""
 
     value: int
@@ -329,7 +357,7 @@ class _Constant:
         return self.value
 
 
-def _no_barrier() -> None:
+def no_barrier() -> None:
     raise ConfigError("the barrier of the ranks is in the process that made the saver; call finalize_checkpoint there")
 
 
@@ -344,17 +372,17 @@ def _check_unique(items: Sequence[WriteItem], rank: int) -> None:
 def _check_names(buckets: Sequence[ObjectWriteBucket], container: CheckpointContainerId, rank: int) -> None:
     seen: set[str] = set()
     for bucket in buckets:
-        if bucket.object_id != CheckpointObjectId(container, bucket.object_name):
-            raise ConfigError(f"expected buckets of {container}, found {bucket.object_name!r} with {bucket.object_id}")
-        if bucket.object_name in seen:
+        one = bucket.object_id
+        if one.container != container or not f"/{one.name}".endswith(f"/{bucket.object_name}"):
+            raise ConfigError(f"expected buckets of {container}, found {bucket.object_name!r} with {one}")
+        if one.name in seen:
             raise ConfigError(
-                f"rank {rank} has two buckets called {bucket.object_name!r} in {container}; prepare them with "
-                "different prefixes"
+                f"rank {rank} has two buckets called {one.name!r} in {container}; prepare them with different prefixes"
             )
-        seen.add(bucket.object_name)
+        seen.add(one.name)
 
 
-def _check_complete(save: _Save, sealed: set[str]) -> None:
+def _check_complete(save: OneSave, sealed: set[str]) -> None:
     """The metadata must be there, and what they speak of."""
     if not save.listed:
         raise SaveError(f"{save.version.container} has no metadata; call write_metadata before finalize_checkpoint")
@@ -364,29 +392,3 @@ def _check_complete(save: _Save, sealed: set[str]) -> None:
         raise SaveError(
             f"{save.version.container} is not committed: its metadata lists objects that no rank sealed: {shown}"
         )
-
-
-_bound_lock = threading.Lock()
-_bound_users = 0
-_unbound_threads = 0
-
-
-@contextmanager
-def _bounded_threads(writers: int) -> Iterator[None]:
-    """Half of the processors for PyTorch's own threads, shared by the writers; afterwards what it was.
-
-    PyTorch has one number for this thread and one for all threads that are new, and sets both at once. So it is set
-    before the writers begin, and what it was is known by the first of those who are in such a block at the same time.
-    """
-    global _bound_users, _unbound_threads
-    with _bound_lock:
-        if _bound_users == 0:
-            _unbound_threads = torch.get_num_threads()
-        _bound_users += 1
-        torch.set_num_threads(max(1, min(_unbound_threads, (os.cpu_count() or 1) // 2 // writers)))
-    try:
-        yield
-    finally:
-        with _bound_lock:
-            _bound_users -= 1
-            torch.set_num_threads(_unbound_threads)

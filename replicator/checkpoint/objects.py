@@ -55,15 +55,15 @@ class CheckpointObjectManager:
 
     def begin(self, container: CheckpointContainerId, saver: object) -> ContainerVersion:
         """Create the container: a new attempt at it, which the other ranks `follow`. Raises like `Session.begin`."""
-        return self._remember(self.session.begin(container, saver))
+        return self.take_part(self.session.begin(container, saver))
 
     def follow(self, container: CheckpointContainerId) -> ContainerVersion:
         """The attempt that the coordinator began. Raises DeadlineExceededError when it began none."""
-        return self._remember(self.session.await_next(container))
+        return self.take_part(self.session.await_next(container))
 
     def catch_up(self, version: ContainerVersion) -> ContainerVersion:
         """On another rank: the coordinator's newest attempt, when it has given up `version` and begun anew."""
-        return self._remember(self.session.newer_than(version))
+        return self.take_part(self.session.newer_than(version))
 
     def version(self, container: CheckpointContainerId) -> ContainerVersion:
         """The attempt of this process.
@@ -90,7 +90,8 @@ class CheckpointObjectManager:
         """Like `Session.abandon`; what goes wrong is logged."""
         give_up(self.session, version)
 
-    def _remember(self, version: ContainerVersion) -> ContainerVersion:
+    def take_part(self, version: ContainerVersion) -> ContainerVersion:
+        """What this process writes of the container belongs to this attempt from now on."""
         self._versions[version.container] = version
         return version
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import uuid
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from replicator.checkpoint.fetch import Fetcher, Pulled
-from replicator.checkpoint.loading import Reading, SavedTensors, reading_of
+from replicator.checkpoint.fetch import Pulled
+from replicator.checkpoint.loader import DefaultCheckpointLoader
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
+from replicator.checkpoint.objects import CheckpointObjectManager
 from replicator.client.plan import Plan
-from replicator.client.session import Session, current_session
-from replicator.errors import ConfigError, CorruptObjectError, ReplicatorError
+from replicator.client.session import Session
+from replicator.errors import ConfigError, ReplicatorError
 from replicator.ids import validate_step
-from replicator.native import COPY_THREADS
 
 
 class ReplicatedStorageReader(StorageReader):
@@ -37,9 +35,6 @@ class ReplicatedStorageReader(StorageReader):
             (`no_dist=True`) or in a process group of their own.
         prefix: of the names of the objects, when the container was saved in parts, for instance "model/".
         threads: that copy and check; default: as many as there are processors, at most 4.
-
-    Attributes:
-        pulled: what the last load had other nodes send, on this rank; the rest was on this node.
     """
 
     def __init__(
@@ -56,23 +51,19 @@ class ReplicatedStorageReader(StorageReader):
             validate_step(step)
             if plan is not None and plan.step != step:
                 raise ConfigError(f"step {step} was asked for, with a plan for step {plan.step}; give one of the two")
-        self._session = session
+        self._objects = CheckpointObjectManager(session)
         self._step = step
         self._given = plan
-        self._plan = plan
+        self._threads = threads
         self.prefix = prefix
-        self._threads = threads or COPY_THREADS
-        self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
-        self.pulled: list[Pulled] = []
+        self._start()
 
     # -- StorageReader
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Raises ConfigError when the id names another step than the plan that was given."""
-        self._plan = self._given
-        self._metadata = None
-        self._load_id = str(uuid.uuid4())
+        self._start()
         if checkpoint_id is None:
             return
         step = container_of(checkpoint_id, self.session.job).step
@@ -82,15 +73,9 @@ class ReplicatedStorageReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Raises NoRecoverableCheckpointError when there is nothing to load, with the reason."""
-        plan = self._plan = self._given or self.session.lookup(self._step)
-        with Fetcher(self.session, plan, self._threads) as fetcher:
-            data = fetcher.read_bytes(self.prefix + METADATA_NAME)
-            self.pulled = list(fetcher.pulled)
-        metadata = pickle.loads(data)
-        if not isinstance(metadata, Metadata):
-            raise CorruptObjectError(
-                f"{plan.version}/{self.prefix}{METADATA_NAME} is a {type(metadata).__name__}, not DCP's Metadata"
-            )
+        if self._given is None:
+            self._loader.use(self.session.lookup(self._step))
+        metadata = self._loader.read_metadata(self.plan.require().container, self.prefix + METADATA_NAME)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self._load_id
@@ -116,14 +101,7 @@ class ReplicatedStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         if self._metadata is None:
             raise ConfigError("read_data() was called before set_up_storage_reader()")
-        saved = SavedTensors(self._metadata)
-        by_object: dict[str, list[Reading]] = {}
-        for request in plan.items:
-            info: _StorageInfo = self._metadata.storage_data[request.storage_index]
-            by_object.setdefault(self.prefix + info.relative_path, []).append(reading_of(request, info, saved))
-        with Fetcher(self.session, self.plan, self._threads) as fetcher:
-            fetcher.read(by_object, planner)
-            self.pulled += fetcher.pulled
+        self._loader.read_items(plan.items, planner, self._metadata.storage_data, self.prefix)
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
@@ -131,8 +109,9 @@ class ReplicatedStorageReader(StorageReader):
     @property
     def checkpoint_id(self) -> str | None:
         """The container being loaded, as text; before a load the step that was asked for."""
-        if self._plan is not None and self._plan.version is not None:
-            return str(self._plan.version.container)
+        plan = self._loader.plan
+        if plan is not None and plan.container is not None:
+            return str(plan.container)
         return None if self._step is None else f"step-{self._step}"
 
     @classmethod
@@ -144,13 +123,21 @@ class ReplicatedStorageReader(StorageReader):
     @property
     def session(self) -> Session:
         """The session it loads in. Raises the errors of `replicator.init` when it has to be made."""
-        if self._session is None:
-            self._session = current_session()
-        return self._session
+        return self._objects.session
 
     @property
     def plan(self) -> Plan:
         """What the last load read, or the one that was given."""
-        if self._plan is None:
+        if self._loader.plan is None:
             raise ConfigError("nothing has been loaded yet; use session.lookup() to see what would be")
-        return self._plan
+        return self._loader.plan
+
+    @property
+    def pulled(self) -> list[Pulled]:
+        """What the last load had other nodes send, on this rank; the rest was on this node."""
+        return self._loader.pulled
+
+    def _start(self) -> None:
+        self._loader = DefaultCheckpointLoader(self._objects, threads=self._threads, plan=self._given)
+        self._load_id = str(uuid.uuid4())
+        self._metadata = None

@@ -8,44 +8,26 @@ commits it: before that the checkpoint does not exist for recovery.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from replicator.checkpoint.buckets import is_blob, naming, resolve_blob, resolve_tensor
-from replicator.checkpoint.committing import (
-    WAITS,
-    SaveInParts,
-    WaitFor,
-    commit,
-    entry_of,
-    give_up,
-    replicate,
-    wait_for_commit,
-)
-from replicator.checkpoint.items import Gathering, write_item
+from replicator.checkpoint.collective_saver import CollectiveSaver
+from replicator.checkpoint.committing import WAITS, SaveInParts, WaitFor, wait_for_commit
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
-from replicator.checkpoint.staging import Stager
-from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, template_of
 from replicator.client.outstanding import CommitInfo, ReplicaInfo
-from replicator.client.segments import SegmentObject
-from replicator.client.session import Session, current_session, open_session
+from replicator.client.session import Session
 from replicator.decide.types import ManifestEntry
-from replicator.errors import (
-    ConfigError,
-    UnsupportedError,
-)
+from replicator.errors import ConfigError, UnsupportedError
 from replicator.ids import CheckpointContainerId, ContainerVersion
 
 Backpressure = Literal["skip", "block"]
@@ -58,7 +40,7 @@ class _Turn:
     """What the coordinator tells a rank with its part of the global plan."""
 
     version: ContainerVersion
-    prefix: str
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +78,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         part_of: a save of several parts in one container, which whoever made it commits; then `checkpoint_id`,
             `wait_for`, `resumable` and the futures of the commit are of no use here.
 
-    Attributes:
-        replica_futures: of this rank's last save, one per object and buddy.
-        commit_future, protected_future: of the last save, on the coordinator; elsewhere None. After an
-            `async_save` in another process these stay in that process.
+    The futures are None, or none, on other ranks; after an `async_save` in another process they stay in that process.
     """
 
     # What `stage` returns is complete.
@@ -125,21 +104,14 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
             raise ConfigError(f"thread_count: expected 1 or more, found {thread_count}")
         if backpressure not in (None, "skip", "block"):
             raise ConfigError(f"backpressure: expected skip or block, found {backpressure!r}")
-        self._session = session
+        self._saver = CollectiveSaver(session, prefix, part_of)
         self._checkpoint_id = checkpoint_id
         self._save_id = str(uuid.uuid4())
-        self._begun: ContainerVersion | None = None
-        self._stager = Stager()
         self.wait_for = wait_for
         self.thread_count = thread_count
         self.wait_deadline_s = wait_deadline_s
         self.backpressure = backpressure
         self.resumable = resumable
-        self.prefix = prefix
-        self.part_of = part_of
-        self.replica_futures: list[Future[ReplicaInfo]] = []
-        self.commit_future: Future[CommitInfo] | None = None
-        self.protected_future: Future[CommitInfo] | None = None
 
     # -- StorageWriter
 
@@ -155,9 +127,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
                 "use_collectives=False makes every rank write a checkpoint of its own, and a commit here covers all "
                 "ranks; use the default, or no_dist=True in a single process"
             )
-        self._begun = None
-        self.replica_futures = []
-        self.commit_future = self.protected_future = None
+        self._saver.restart(is_coordinator, self.resumable)
         self._container()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -166,73 +136,45 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if (self.backpressure or self.session.backpressure) == "block":
             self.session.keep_pace(self._wait_s)
-        if self.part_of is not None:
-            self._begun = self.part_of.begin()
-        else:
-            self._begun = self.session.begin(self._container(), saver=self)
-        return [
-            dataclasses.replace(plan, storage_data=_Turn(self._begun, f"__{rank}_")) for rank, plan in enumerate(plans)
-        ]
+        container = self._container()
+        self._saver.initialize_checkpoint(container)
+        version = self._saver.version_of(container)
+        return [dataclasses.replace(plan, storage_data=_Turn(version, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        turn = self._turn(plan)
-        # One rank's items in one object, unless several threads are to write.
-        buckets = [bucket for bucket in _split_by_size_and_type(self.thread_count, list(plan.items)) if bucket]
-        named = [(f"{turn.prefix}{number}.distcp", bucket) for number, bucket in enumerate(buckets)]
-        results: list[WriteResult] = []
-        entries: list[ManifestEntry] = []
-        try:
-            written = self._write_all(turn.version, named, planner)
-        except Exception:
-            self._give_up()
-            raise
-        for part, entry in written:
-            results += part
-            entries.append(entry)
-        sealed = _Sealed(turn.version, tuple(entries))
-        results.append(WriteResult(MetadataIndex(f"replicator/{turn.prefix}"), 0, sealed))
+        turn, saver, container = _turn(plan), self._saver, self._container()
+        version = saver.take_turn(container, turn.version, turn.rank)
+        prefix = f"__{turn.rank}"
+        with saver.giving_up(version):
+            # One rank's items in one object, unless several threads are to write.
+            buckets = saver.prepare_write_data(container, plan.items, planner, prefix, self.thread_count)
+            results = saver.write_data(container, buckets, True, self.thread_count)
+        sealed = _Sealed(version, saver.sealed(container))
+        results.append(WriteResult(MetadataIndex(f"replicator/{prefix}"), 0, sealed))
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        version = self._begun
-        if version is None:
-            raise ConfigError("finish() was called before prepare_global_plan()")
-        try:
-            entries = self._finish_part(version, metadata, results)
-            if self.part_of is not None:
-                self.part_of.add(entries)
-                return
-            futures = commit(self.session, version, entries, len(results), self.resumable)
-        except Exception:
-            self._give_up()
-            raise
-        self.commit_future, self.protected_future = futures.committed, futures.protected
-        wait_for_commit(self.session, version, futures, self.wait_for, self._wait_s)
-
-    def _finish_part(
-        self, version: ContainerVersion, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> list[ManifestEntry]:
-        entries: list[ManifestEntry] = []
-        storage_data: dict[MetadataIndex, _StorageInfo] = {}
-        for result in (one for rank in results for one in rank):
-            if not isinstance(result.storage_data, _Sealed):
-                storage_data[result.index] = result.storage_data
-                continue
-            if result.storage_data.version != version:
-                raise ConfigError(f"expected objects of {version}, found some of {result.storage_data.version}")
-            entries += result.storage_data.entries
-        # PyTorch 2.6 has neither the constant nor the field.
-        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        metadata.storage_data = storage_data
-        metadata.storage_meta = self.storage_meta()
-        entries.append(self.write_bytes(version, METADATA_NAME, pickle.dumps(metadata)))
-        return entries
-
-    def _give_up(self) -> None:
-        if self._begun is not None:
-            give_up(self.session, self._begun)
+        saver, container = self._saver, self._container()
+        version = saver.version_of(container)
+        with saver.giving_up(version):
+            told = [one for rank in results for one in rank]
+            for sealed in (one.storage_data for one in told if isinstance(one.storage_data, _Sealed)):
+                if sealed.version != version:
+                    raise ConfigError(f"expected objects of {version}, found some of {sealed.version}")
+                saver.gathered += sealed.entries
+            # PyTorch 2.6 has neither the constant nor the field.
+            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+            metadata.storage_data = {
+                one.index: one.storage_data for one in told if isinstance(one.storage_data, _StorageInfo)
+            }
+            metadata.storage_meta = self.storage_meta()
+            saver.write_metadata(container, metadata, self.prefix + METADATA_NAME)
+        saver.world_size = len(results)
+        saver.finalize_checkpoint(container)
+        if saver.futures is not None:
+            wait_for_commit(self.session, version, saver.futures, self.wait_for, self._wait_s)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
@@ -250,30 +192,46 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy on the CPU, which later training steps do not change (F02, F03)."""
-        return self._stager.stage(state_dict)
+        return self._saver.stage(state_dict)
 
     def synchronize_staging(self) -> None:
         """Nothing: `stage` returns when it is complete."""
 
     def close(self) -> None:
         """Let go of the memory that `stage` keeps. The writer may be used on."""
-        self._stager.clear()
+        self._saver.close()
 
     # -- its own
 
     @property
     def session(self) -> Session:
         """The session it saves into. Raises the errors of `replicator.init` when it has to be made."""
-        if self._session is None:
-            self._session = current_session()
-        return self._session
+        return self._saver.session
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.update(replica_futures=[], commit_future=None, protected_future=None, _begun=None)
-        state["_session"] = self._session or open_session()
-        state["_stager"] = Stager()
-        return state
+    @property
+    def prefix(self) -> str:
+        """Of the names of its objects."""
+        return self._saver.prefix
+
+    @property
+    def part_of(self) -> SaveInParts | None:
+        """The save that this is a part of."""
+        return self._saver.part_of
+
+    @property
+    def replica_futures(self) -> list[Future[ReplicaInfo]]:
+        """Of this rank's last save, one per object and buddy."""
+        return self._saver.replica_futures
+
+    @property
+    def commit_future(self) -> Future[CommitInfo] | None:
+        """Of the last save, on the coordinator."""
+        return None if self._saver.futures is None else self._saver.futures.committed
+
+    @property
+    def protected_future(self) -> Future[CommitInfo] | None:
+        """Of the last save, on the coordinator."""
+        return None if self._saver.futures is None else self._saver.futures.protected
 
     def _container(self) -> CheckpointContainerId:
         if self.part_of is not None:
@@ -284,84 +242,16 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
             )
         return container_of(self._checkpoint_id, self.session.job)
 
-    def _turn(self, plan: SavePlan) -> _Turn:
-        """The coordinator's word for this save.
-
-        A planner that caches plans gives back the plan of an earlier save, with that save's word in it; then
-        the generation is asked for at the coordinator, and the prefix is still the right one.
-        """
-        turn = plan.storage_data
-        if not isinstance(turn, _Turn):
-            raise UnsupportedError(
-                f"expected the global plan to carry what the storage writer put into it, found {type(turn).__name__}; "
-                "the planner must keep SavePlan.storage_data"
-            )
-        container = self._container()
-        version = self._begun or (self.part_of and self.part_of.version)
-        version = version or self.session.follow(container, turn.version)
-        if version.container != container:
-            raise ConfigError(f"the coordinator saves {version.container}, this rank was told to save {container}")
-        if self.part_of is not None:
-            self.part_of.version = version
-        return _Turn(version, turn.prefix)
-
-    def _write_all(
-        self, version: ContainerVersion, named: Sequence[tuple[str, list[WriteItem]]], planner: SavePlanner
-    ) -> list[tuple[list[WriteResult], ManifestEntry]]:
-        if len(named) < 2:
-            return [self._write_object(version, name, items, planner) for name, items in named]
-        with ThreadPoolExecutor(len(named), thread_name_prefix="replicator-save") as pool:
-            writes = [pool.submit(self._write_object, version, name, items, planner) for name, items in named]
-        return [write.result() for write in writes]
-
-    def _write_object(
-        self, version: ContainerVersion, name: str, items: Sequence[WriteItem], planner: SavePlanner
-    ) -> tuple[list[WriteResult], ManifestEntry]:
-        blobs = [(item, resolve_blob(planner, item)) for item in items if is_blob(item)]
-        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        size = sum(blob.getbuffer().nbytes for _, blob in blobs) + sum(_tensor_bytes(item) for item in tensors)
-        results: list[WriteResult] = []
-        with self.session.create(version.object(self.prefix + name), size) as sink:
-            gathering = Gathering(sink)
-
-            def write(item: WriteItem, data: Any) -> None:
-                with naming(item, "it cannot be saved", UnsupportedError):
-                    offset, length = write_item(gathering, data)
-                results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
-
-            for item, blob in blobs:
-                write(item, blob)
-            for item in tensors:
-                write(item, resolve_tensor(planner, item))
-            gathering.flush()
-        return results, self._replicate(sink)
-
-    def write_bytes(self, version: ContainerVersion, name: str, data: bytes) -> ManifestEntry:
-        """One more object of this rank, under this writer's prefix, for a save that is under way.
-
-        Raises:
-            StoreFullError, StaleEpochError: as with `Session.create`.
-        """
-        with self.session.create(version.object(self.prefix + name), len(data)) as sink:
-            sink.write(data)
-        return self._replicate(sink)
-
-    def _replicate(self, sink: SegmentObject) -> ManifestEntry:
-        self.replica_futures += replicate(self.session, [sink.info.object])
-        return entry_of(sink.info)
-
     @property
     def _wait_s(self) -> float:
         return self.wait_deadline_s or _WAIT_DEADLINES * self.session.deadline_s
 
 
-def _tensor_bytes(item: WriteItem) -> int:
-    """What the item will take, when it is a dense tensor; a guess for others, of which the object grows."""
-    tensor = item.tensor_data
-    if tensor is None:
-        return 0
-    try:
-        template = template_of(tensor.properties.dtype, tuple(tensor.chunk.sizes))
-    except (RuntimeError, TypeError, KeyError):  # a dtype that has no plain tensors
-        return PAYLOAD_ALIGNMENT
-    return template.total_bytes + PAYLOAD_ALIGNMENT
+def _turn(plan: SavePlan) -> _Turn:
+    turn = plan.storage_data
+    if not isinstance(turn, _Turn):
+        raise UnsupportedError(
+            f"expected the global plan to carry what the storage writer put into it, found {type(turn).__name__}; "
+            "the planner must keep SavePlan.storage_data"
+        )
+    return turn

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from replicator.checkpoint import ReplicatedStorageWriter
-from replicator.checkpoint.committing import SaveInParts, WaitFor, wait_for_commit
+from replicator.checkpoint import CheckpointObjectManager, ReplicatedStorageWriter
+from replicator.checkpoint.committing import SaveInParts, WaitFor, entry_of, wait_for_commit
 from replicator.client.agreement import is_distributed
 from replicator.client.outstanding import CommitInfo
 from replicator.client.session import AGREEMENT_DEADLINES, Session
@@ -111,7 +111,10 @@ class IterationSaver:
             stream = io.BytesIO()
             torch.save(dataloader, stream)
             name = f"rank_{session.ranks.rank}.pt"
-            entry = self._writer(whole, DATALOADER).write_bytes(version, name, stream.getvalue())
+            objects = CheckpointObjectManager(session)
+            info = objects.write_bytes(version.object(f"{DATALOADER}/{name}"), stream.getvalue())
+            objects.replicate(info.object)
+            entry = entry_of(info)
             return json.dumps([[entry.name, entry.size, entry.crc32c, entry.owner_node_id]]).encode()
 
         def commit(answers: Sequence[bytes]) -> bytes:
