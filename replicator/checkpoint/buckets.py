@@ -15,13 +15,14 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicator.checkpoint.items import BufferSink, Gathering, write_item
 from replicator.checkpoint.template import PAYLOAD_ALIGNMENT, is_templated, template_of
-from replicator.errors import ReplicatorError, SaveError, UnsupportedError
-from replicator.ids import CheckpointObjectId
+from replicator.errors import ConfigError, ReplicatorError, SaveError, UnsupportedError
+from replicator.ids import CheckpointContainerId, CheckpointObjectId
 
 logger = logging.getLogger("replicator.checkpoint")
 
@@ -71,6 +72,14 @@ class ObjectWriteBucket:
             self._own.add(len(self.tensor_data))
         self.tensor_data.append((item, tensor))
 
+    def rename(self, of: Callable[[str], str | None]) -> bool:
+        """Give the object the name that `of` makes of its name; whether it makes one."""
+        name, shown = of(self.object_id.name), of(self.object_name)
+        if name is None or shown is None:
+            return False
+        self.object_id, self.object_name = CheckpointObjectId(self.object_id.container, name), shown
+        return True
+
     def tensors(self) -> Iterable[tuple[WriteItem, torch.Tensor]]:
         """To be written."""
         return self.tensor_data
@@ -119,6 +128,29 @@ class LateBucket(ObjectWriteBucket):
 def split_items(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
     """At most `max(count, 1)` lists of items, of about the same size; none is empty."""
     return [bucket for bucket in _split_by_size_and_type(max(count, 1), list(items)) if bucket]
+
+
+def check_unique(items: Sequence[WriteItem], rank: int) -> None:
+    """Raises SaveError for a key that occurs twice."""
+    seen: set[MetadataIndex] = set()
+    for item in items:
+        if item.index in seen:
+            raise SaveError(f"key {item.index.fqn!r} occurs twice in the items of rank {rank}; each is saved once")
+        seen.add(item.index)
+
+
+def check_names(buckets: Sequence[ObjectWriteBucket], container: CheckpointContainerId, rank: int) -> None:
+    """Raises ConfigError for buckets with the same name, or of another container."""
+    seen: set[str] = set()
+    for bucket in buckets:
+        one = bucket.object_id
+        if one.container != container or not f"/{one.name}".endswith(f"/{bucket.object_name}"):
+            raise ConfigError(f"expected buckets of {container}, found {bucket.object_name!r} with {one}")
+        if one.name in seen:
+            raise ConfigError(
+                f"rank {rank} has two buckets called {one.name!r} in {container}; prepare them with different prefixes"
+            )
+        seen.add(one.name)
 
 
 def is_blob(item: WriteItem) -> bool:

@@ -9,13 +9,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicator.checkpoint.buckets import (
     ObjectWriteBucket,
     WriteItemResolver,
+    check_names,
+    check_unique,
     in_threads,
     split_items,
     write_object,
@@ -26,13 +28,14 @@ from replicator.checkpoint.gathering import Sealed, collect, missing_ranks, repo
 from replicator.checkpoint.metadata_bytes import metadata_bytes
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of
 from replicator.checkpoint.objects import CheckpointObjectManager
+from replicator.checkpoint.rewriting import last_name, last_ones, next_name
 from replicator.checkpoint.saver import CheckpointSaver
 from replicator.checkpoint.staging import Stager
 from replicator.checkpoint.torch_threads import bounded_threads
 from replicator.client.outstanding import CommitInfo, ReplicaInfo
 from replicator.client.replication import ReplicationManager
 from replicator.decide.types import ManifestEntry
-from replicator.errors import ConfigError, SaveError
+from replicator.errors import ConfigError, ObjectExistsError, SaveError
 from replicator.ids import CheckpointContainerId, CheckpointObjectId, ContainerVersion
 
 logger = logging.getLogger("replicator.checkpoint")
@@ -169,7 +172,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
             InvalidIdError: a prefix that cannot be one.
         """
         save = self._begun(checkpoint_id)
-        _check_unique(write_items, self._global_rank())
+        check_unique(write_items, self._global_rank())
         buckets = []
         for number, items in enumerate(split_items(write_items, bucket_count)):
             bucket = self._bucket(save.version.container, object_name_prefix, number)
@@ -186,8 +189,9 @@ class DefaultCheckpointSaver(CheckpointSaver):
         replicate_after_write: bool,
         thread_count: int = 1,
     ) -> list[WriteResult]:
-        """May be called again after an error: an object that is there with the same content is written over. What an
-        earlier attempt at the step left, in this or an earlier incarnation, is in nobody's way.
+        """May be called again, after an error or with other content, for objects that are there already. What has
+        other content gets another name, in the bucket and in the results: those of the last call count. What an earlier
+        attempt at the step left, in this or an earlier incarnation, is in nobody's way.
 
         Raises:
             SaveError, or what all errors have in common: with the object and the key of each.
@@ -196,7 +200,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
         save = self._begun(checkpoint_id)
         save.written = True
         threads = max(thread_count, 1)
-        _check_names(write_buckets, save.version.container, self._global_rank())
+        check_names(write_buckets, save.version.container, self._global_rank())
         work = [
             (bucket.object_name, lambda bucket=bucket: self._write(save, bucket, replicate_after_write))
             for bucket in write_buckets
@@ -267,7 +271,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
     def _gather(self, save: OneSave) -> list[ManifestEntry] | None:
         """Return when every rank has sealed what it has: on the coordinator all of it, elsewhere None."""
         session, rank = self._objects.session, self._rank()
-        mine = Sealed(rank, save.version, session.node.node_id, self._objects.entries(save.version.container))
+        entries = last_ones(self._objects.entries(save.version.container))
+        mine = Sealed(rank, save.version, session.node.node_id, entries)
         report(session.ranks, mine)
         self._wait_for_all(mine)
         return collect(session.ranks, mine, session.deadline_s) if rank == COORDINATOR else None
@@ -330,11 +335,22 @@ class DefaultCheckpointSaver(CheckpointSaver):
         self._objects.mark_finished(container, self._local_rank())
 
     def _write(self, save: OneSave, bucket: ObjectWriteBucket, replicate: bool) -> list[WriteResult]:
+        bucket.rename(lambda name: last_name(name, lambda other: self._objects.has(save.version.object(other))))
+        try:
+            results = self._write_under_its_name(save, bucket)
+        except ObjectExistsError:
+            if not bucket.rename(next_name):
+                raise
+            logger.warning("%s is written again, with other content, as %s", save.version, bucket.object_name)
+            results = self._write_under_its_name(save, bucket)
+        if replicate:
+            self.async_replicate_object(bucket.object_id)
+        return results
+
+    def _write_under_its_name(self, save: OneSave, bucket: ObjectWriteBucket) -> list[WriteResult]:
         with self._objects.acquire_buffer(bucket.object_id, self._initial_size or bucket.size_bytes) as sink:
             results = write_object(sink, bucket.object_name, bucket.tensors(), bucket.bytesio_data, stock=self._stock)
         save.sealed[bucket.object_id.name] = entry_of(sink.info)
-        if replicate:
-            self.async_replicate_object(bucket.object_id)
         return results
 
     def _wait_for_all(self, mine: Sealed) -> None:
@@ -361,27 +377,6 @@ def no_barrier() -> None:
     raise ConfigError("the barrier of the ranks is in the process that made the saver; call finalize_checkpoint there")
 
 
-def _check_unique(items: Sequence[WriteItem], rank: int) -> None:
-    seen: set[MetadataIndex] = set()
-    for item in items:
-        if item.index in seen:
-            raise SaveError(f"key {item.index.fqn!r} occurs twice in the items of rank {rank}; each is saved once")
-        seen.add(item.index)
-
-
-def _check_names(buckets: Sequence[ObjectWriteBucket], container: CheckpointContainerId, rank: int) -> None:
-    seen: set[str] = set()
-    for bucket in buckets:
-        one = bucket.object_id
-        if one.container != container or not f"/{one.name}".endswith(f"/{bucket.object_name}"):
-            raise ConfigError(f"expected buckets of {container}, found {bucket.object_name!r} with {one}")
-        if one.name in seen:
-            raise ConfigError(
-                f"rank {rank} has two buckets called {one.name!r} in {container}; prepare them with different prefixes"
-            )
-        seen.add(one.name)
-
-
 def _check_complete(save: OneSave, sealed: set[str]) -> None:
     """The metadata must be there, and what they speak of."""
     if not save.listed:
@@ -390,5 +385,6 @@ def _check_complete(save: OneSave, sealed: set[str]) -> None:
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise SaveError(
-            f"{save.version.container} is not committed: its metadata lists objects that no rank sealed: {shown}"
+            f"{save.version.container} is not committed: its metadata lists objects that no rank sealed, or that were "
+            f"written again since: {shown}; give write_metadata the results of the last write_data"
         )

@@ -112,6 +112,10 @@ class CheckpointObjectManager:
             sink.write(data)
         return sink.info
 
+    def has(self, one: AnyObject) -> bool:
+        """Whether this node holds it."""
+        return self.session.agent.paths.object(self._at(one)).exists()
+
     def get_buffer(self, one: AnyObject) -> ObjectReader:
         """An object of this node, for reading.
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,22 @@ def plain_save(session: Session, facts: dict[str, Any]) -> None:
     saver.initialize_checkpoint(2)
     planner, plan2, global_metadata = planned_by_all(saver.stage_data(2, state(2)))
     buckets = saver.prepare_write_data(2, plan2.items, planner, f"__{rank}", 1)
+    if rank == 1:
+        # Other content of the same buckets, of which copies are on their way.
+        stale = [replace(one, tensor_data=[(item, value + 1) for item, value in one.tensor_data]) for one in buckets]
+        saver.write_data(2, stale, replicate_after_write=True)
     results = saver.write_data(2, buckets, replicate_after_write=False)
     copies = [future for bucket in buckets for future in saver.async_replicate_object(bucket.object_id)]
     facts["copies"] = [(one.result(30).object.name, one.result(30).buddy_node_id) for one in copies]
     future = finish(saver, 2, global_metadata, results)
     if future is not None:
         future.result(30)
+    dist.barrier()
+    plan = session.lookup(2)
+    facts["written again"] = [source.name for source in plan.sources], loaded(session, 2)
+    for source in plan.sources:
+        with open_object(session.agent.paths, plan.require().object(source.name)) as mine:
+            assert mine.info.crc32c == source.crc32c
     facts["good"] = 2
 
 
@@ -292,7 +303,14 @@ def test_metadata_are_written_once_on_each_node(facts: list[dict[str, Any]]) -> 
 
 def test_replication_on_request(facts: list[dict[str, Any]]) -> None:
     for rank, copies in enumerate(each(facts, "copies")):
-        assert copies == [(f"__{rank}_0_src{rank}.distcp", "n1" if rank < 2 else "n0")]
+        name = f"__{rank}_0_src{rank}{'.1' if rank == 1 else ''}.distcp"
+        assert copies == [(name, "n1" if rank < 2 else "n0")]
+
+
+def test_an_object_that_is_written_again(facts: list[dict[str, Any]]) -> None:
+    """F01: the manifest has the last writing alone, and both nodes hold what it says."""
+    names = [".metadata", *(f"__{rank}_0_src{rank}{'.1' if rank == 1 else ''}.distcp" for rank in range(4))]
+    assert each(facts, "written again") == [(names, (2, []))] * 4
 
 
 def test_all_ranks_find_and_load_the_same(facts: list[dict[str, Any]]) -> None:

@@ -302,7 +302,7 @@ def test_every_error_is_logged_and_all_are_raised_together(
 
 
 def test_an_earlier_attempt_is_written_over(session: Session, steps: int) -> None:
-    """Of the same step, with other content; within one save, sealed objects are immutable and the error says so."""
+    """Of the same step, and within one save: what was written last counts, whatever was there before it."""
     saver = saver_of(session)
     save(saver, steps, {"w": torch.full((5,), 1.0)})
     protected(save(saver, steps, {"w": torch.full((5,), 2.0)}))
@@ -310,12 +310,36 @@ def test_an_earlier_attempt_is_written_over(session: Session, steps: int) -> Non
     assert load(loader_of(session), found) == steps
     assert found["w"].eq(2).all()
     saver.initialize_checkpoint(steps + 1)
-    first, _ = prepared(saver, steps + 1, {"w": torch.ones(5)})
-    saver.write_data(steps + 1, first, False)
-    saver.write_data(steps + 1, first, False)
-    other, _ = prepared(saver, steps + 1, {"w": torch.zeros(5)})
-    with pytest.raises(ObjectExistsError, match=r"__0_0_src0\.distcp"):
-        saver.write_data(steps + 1, other, False)
+    names = []
+    for value in (3.0, 3.0, 4.0, 3.0):
+        buckets, metadata = prepared(saver, steps + 1, {"w": torch.full((5,), value)})
+        results = saver.write_data(steps + 1, buckets, True)
+        names.append(buckets[0].object_name)
+        assert [one.storage_data.relative_path for one in results] == names[-1:]
+    first, second, third = (f"__0_0_src0{again}.distcp" for again in ("", ".1", ".2"))
+    assert names == [first, first, second, third]
+    saver.write_metadata(steps + 1, with_results(metadata, results))
+    # Metadata have one name. Whoever reads them must not find those of another writing.
+    with pytest.raises(ObjectExistsError, match=r"\.metadata.* save the step again|Begin a new attempt"):
+        saver.write_metadata(steps + 1, metadata)
+    info = protected(saver.finalize_checkpoint(steps + 1))
+    plan = session.lookup(steps + 1)
+    assert (plan.version, [source.name for source in plan.sources]) == (info.version, [".metadata", third])
+    assert load(loader_of(session), found) == steps + 1
+    assert found["w"].eq(3).all()
+
+
+def test_what_was_written_over_cannot_be_committed(session: Session, steps: int) -> None:
+    """F01: metadata that speak of the first writing are of no checkpoint."""
+    saver = begun(session, steps)
+    buckets, metadata = prepared(saver, steps, {"w": torch.ones(5)})
+    results = saver.write_data(steps, buckets, True)
+    other, _ = prepared(saver, steps, {"w": torch.zeros(5)})
+    saver.write_data(steps, other, True)
+    saver.write_metadata(steps, with_results(metadata, results))
+    with pytest.raises(SaveError, match=r"objects that no rank sealed, or that were written again since: __0_0_src0\."):
+        saver.finalize_checkpoint(steps)
+    assert not session.lookup(steps).found
 
 
 def test_threads_of_pytorch_are_bounded_and_restored(
@@ -411,7 +435,7 @@ def test_objects_that_the_metadata_list_must_be_there(session: Session, steps: i
     results = saver.write_data(steps, buckets, False)
     lost = dataclasses.replace(results[0].storage_data, relative_path="__1_0_src1.distcp")
     saver.write_metadata(steps, dataclasses.replace(metadata, storage_data={results[0].index: lost}))
-    with pytest.raises(SaveError, match=r"no rank sealed: __1_0_src1\.distcp"):
+    with pytest.raises(SaveError, match=r"no rank sealed, or that were written again since: __1_0_src1\.distcp"):
         saver.finalize_checkpoint(steps)
     assert not session.lookup(steps).found
 
