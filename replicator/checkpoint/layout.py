@@ -18,7 +18,7 @@ from replicator.checkpoint.fetch import Fetcher, Pulled
 from replicator.checkpoint.verified_copy import Extent
 from replicator.client.agreement import Ranks
 from replicator.client.plan import Plan
-from replicator.client.session import Session, current_session, open_session
+from replicator.client.session import Session, current_session, known_session
 from replicator.decide.types import ObjectSource
 from replicator.errors import StoreError
 from replicator.ids import ContainerVersion
@@ -81,7 +81,7 @@ def restore_dir(
         ReplicatorError: an object cannot be had, or another rank failed. Every error comes on all ranks; after one of
             writing, no directory has its name.
     """
-    session = session or open_session(job) or open_session() or current_session(job)
+    session = session or known_session(job) or known_session() or current_session(job)
     if plan is None:
         plan = session.lookup(step, job)
     plan.require()

@@ -436,29 +436,42 @@ def open_session(job: str | None = None) -> Session | None:
     return next((one for one in reversed(mine) if job in (None, one.job)), None)
 
 
-def current_session(job: str | None = None) -> Session:
-    """`open_session`, or a new one from `init()` when there is none.
+def known_session(job: str | None = None) -> Session | None:
+    """`open_session`. In a process without one that one with a session has started, to save in the background, that
+    session; None when it is of another job.
 
-    In a process that one with a session has started, to save in the background, it is that session, not a new one.
+    Raises:
+        UnsupportedError: see `inherit.inherited`. Also the errors of `attach`.
+    """
+    found = open_session(job)
+    if found is None and open_session() is None and (spec := _inherited()) is not None and job in (None, spec.job):
+        return attach(spec)
+    return found
+
+
+def current_session(job: str | None = None) -> Session:
+    """`known_session`, or a new one from `init()` when there is none.
 
     Args:
         job: only a session of this job will do.
 
     Raises:
-        ConfigError: sessions are open, and none is of this job: a misspelt name must not make a second job, whose
-            session would then be the process's newest. Also the other errors of `init`.
+        ConfigError: sessions are there, in this process or in the one that started it, and none is of this job: a
+            misspelt name must not make a second job, whose session would then be the process's newest, and a job whose
+            session is the other process's must not begin anew. Also the other errors of `init`.
     """
-    found = open_session(job)
-    if found is None and (other := open_session()) is not None:
+    found = known_session(job)
+    if found is None and (other := open_session() or _inherited()) is not None:
         raise ConfigError(
             f"expected job {other.job}, of which this process has a session, found job {job}; correct the name, or "
             f"make a session of the other job first: replicator.init({job!r})"
         )
-    if found is None and (inherited := inherit.inherited()) is not None:
-        spec = SessionSpec.from_json(inherited)
-        if job in (None, spec.job):
-            found = attach(spec)
     return found or init(job)
+
+
+def _inherited() -> SessionSpec | None:
+    announced = inherit.inherited()
+    return None if announced is None else SessionSpec.from_json(announced)
 
 
 def _key(spec: SessionSpec) -> tuple[str, str, int, int]:

@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from replicator.integrations._needed import needed
+
+with needed("torch>=2.6"):
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from replicator.checkpoint.committing import WAITS, WaitFor
 from replicator.client.agreement import is_distributed

@@ -12,16 +12,22 @@ Who looks into a job sees committed checkpoints only.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
 import time
 from typing import Any, ClassVar, NamedTuple
 
-from fsspec.spec import AbstractFileSystem
-from fsspec.utils import stringify_path
+from replicator.integrations._needed import needed
 
-from replicator.checkpoint.attempts import Attempt, attempts_of
+with needed("fsspec>=2024.2"):
+    from fsspec.spec import AbstractFileSystem
+    from fsspec.utils import stringify_path
+
+with needed("torch>=2.6"):
+    from replicator.checkpoint.attempts import Attempt, attempts_of
+
 from replicator.checkpoint.committing import WAITS, WaitFor
 from replicator.checkpoint.names import METADATA_NAME, container_of
 from replicator.checkpoint.object_file import Draft, ReadObject
@@ -286,7 +292,16 @@ class ReplicatedFileSystem(AbstractFileSystem):
             self.rm_file(one)
 
     def put_file(self, lpath: Any, rpath: Any, *args: Any, **kwargs: Any) -> None:
-        """A local file into the save that is under way."""
+        """A local file into the save that is under way, or into a new one of the step; a directory needs nothing more.
+
+        With `recursive=True` of `put` a directory comes here, too, before what is in it. Raises like `open`.
+        """
+        if os.path.isdir(lpath):
+            place = self._place(rpath)
+            if place.container is None:
+                raise ConfigError(_no_step(rpath))
+            attempts_of(self._writing_session(place)).writing(place.container)
+            return
         with open(lpath, "rb") as source, self.open(rpath, "wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
 

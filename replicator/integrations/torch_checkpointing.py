@@ -46,7 +46,8 @@ class ReplicatorStorageConfig(StorageConfig):
     Args:
         session: from `replicator.init`; default: the session of this process, made when there is none, and then every
             rank must make this config.
-        directory: how a step's directory is called; what is above it in a path does not count.
+        directory: how a step's directory is called. The last part of a path that is one counts, and nothing above it;
+            only where steps are listed, the directory above them must not be called like one.
         temporary_prefix: of the directory that is written before it is renamed.
         name: managers whose saves may overlap in time need different ones; the same on all ranks.
         wait_for: what the end of a save waits for, in the process that writes: `seal`, nothing but the commit's being
@@ -89,12 +90,20 @@ class ReplicatorStorageConfig(StorageConfig):
         assert self._writers is not None
         key = (os.getpid(), self._spec.root, self._spec.job, self._spec.epoch, repr(self))
         with _storages_lock:
+            for other in [other for other, (config, _) in _storages.items() if other[0] != key[0] or config._is_over]:
+                del _storages[other]
             if key not in _storages:
                 policy = SavePolicy(self.wait_for, self.resumable, self.strict, self.wait_s)
                 saves = Saves(self._session, self._writers, self.name, policy)
                 layout = Layout(self.directory, self.temporary_prefix)
-                _storages[key] = ReplicatorStorage(self._session, layout, saves)
-            return _storages[key]
+                _storages[key] = self, ReplicatorStorage(self._session, layout, saves)
+                while len(_storages) > MAX_STORAGES:
+                    del _storages[next(iter(_storages))]
+            return _storages[key][1]
+
+    @property
+    def _is_over(self) -> bool:
+        return self.session is not None and self.session.agent.closed
 
     def _session(self) -> Session:
         assert self._spec is not None
@@ -103,7 +112,9 @@ class ReplicatorStorageConfig(StorageConfig):
         return self.session
 
 
-_storages: dict[tuple[Any, ...], ReplicatorStorage] = {}
+MAX_STORAGES = 64
+"""Of the sessions that this process has open; the oldest ones are forgotten."""
+_storages: dict[tuple[Any, ...], tuple[ReplicatorStorageConfig, ReplicatorStorage]] = {}
 _storages_lock = threading.Lock()
 
 

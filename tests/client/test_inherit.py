@@ -45,6 +45,24 @@ def test_only_a_child_of_the_process_inherits(monkeypatch: pytest.MonkeyPatch) -
     assert inherit.VARIABLE not in os.environ
 
 
+def test_a_child_begins_no_other_job_by_a_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F11: it may be the job of a session that the process which started it has beside the one it told."""
+    monkeypatch.setenv(inherit.VARIABLE, "")
+    inherit.announce(SPEC.to_json())
+    code = """
+from replicator.client.session import current_session, known_session
+from replicator.errors import ConfigError
+assert known_session("other") is None
+try:
+    current_session("other")
+except ConfigError as error:
+    print(error)
+"""
+    told = in_a_child(code)
+    assert "expected job job, of which this process has a session, found job other" in told
+    assert "replicator.init('other')" in told
+
+
 def test_a_session_is_told_with_all_that_is_known_of_it() -> None:
     told = SessionSpec.from_json(SPEC.to_json())
     assert told == SPEC

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import replicator
 from replicator.checkpoint import ReplicatedStorageReader, ReplicatedStorageWriter
 from replicator.client.session import open_session
-from replicator.errors import InvalidIdError, NotFoundError, ObjectExistsError, UnsupportedError
+from replicator.errors import ConfigError, InvalidIdError, NotFoundError, ObjectExistsError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -305,7 +305,24 @@ def by_hand() -> dict[str, Any]:
     found["before"] = fs.exists("job/step-21/whole"), "job/step-21" in fs.ls("job", detail=False)
     fs.mv("job/step-21/.metadata.tmp", "job/step-21/.metadata")
     found["after"] = fs.find("job/step-21")
+    found["put"] = put_directories(fs)
     return found
+
+
+def put_directories(fs: Any) -> list[str]:
+    """As a new step, and into one that is being written; what a step cannot be in is refused."""
+    with tempfile.TemporaryDirectory() as made:
+        (Path(made) / "deep" / "er").mkdir(parents=True)
+        for name in ("a", "deep/b", "deep/er/c"):
+            (Path(made) / name).write_text(name)
+        fs.put(f"{made}/", "job/step-23", recursive=True)
+        fs.put(f"{made}/deep/", "job/step-23/more", recursive=True)
+        with pytest.raises(ConfigError, match="has no step"):
+            fs.put(f"{made}/", "job", recursive=True)
+    fs.pipe_file("job/step-23/.metadata.tmp", b"not DCP's")
+    fs.mv("job/step-23/.metadata.tmp", "job/step-23/.metadata")
+    assert fs.cat_file("job/step-23/deep/er/c") == fs.cat_file("job/step-23/more/er/c") == b"deep/er/c"
+    return list(fs.find("job/step-23"))
 
 
 def test_files_of_ones_own(two: list[Node]) -> None:
@@ -316,6 +333,8 @@ def test_files_of_ones_own(two: list[Node]) -> None:
     assert found["levels"] == ["job/step-20/.metadata", "job/step-20/__0_0.distcp", "job/step-20/loader"]
     assert found["before"] == (True, False)
     assert found["after"] == ["job/step-21/.metadata", "job/step-21/whole"]
+    files = (".metadata", "a", "deep/b", "deep/er/c", "more/b", "more/er/c")
+    assert found["put"] == [f"job/step-23/{name}" for name in files]
     expected = {
         "twice": ObjectExistsError,
         "append": UnsupportedError,

@@ -38,6 +38,31 @@ def test_what_to_install_is_said() -> None:
         assert line.endswith(f"; pip install '{requirement}'")
 
 
+_WITHOUT_TORCH = """
+import importlib, sys
+for hidden, name in (("fsspec", "fsspec"), ("torch", "fsspec"), ("torch", "cosmos")):
+    sys.modules.pop("fsspec", None)
+    sys.modules[hidden] = None
+    try:
+        importlib.import_module(f"replicator.integrations.{name}")
+    except ModuleNotFoundError as error:
+        print(name, error)
+"""
+
+
+def test_torch_and_fsspec_are_asked_for_in_the_same_way() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert [line.partition(", found ")[0] for line in lines] == [
+        "fsspec expected fsspec>=2024.2",
+        "fsspec expected torch>=2.6",
+        "cosmos expected torch>=2.6",
+    ]
+    assert lines[0].endswith("; pip install 'fsspec>=2024.2'")
+
+
 @pytest.mark.parametrize(
     ("requirement", "imported", "said"),
     [

@@ -80,7 +80,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def make_manager(*, synchronous: bool = False) -> Any:
+def make_manager(*, synchronous: bool = False, plain: bool = False) -> Any:
     """As a user would: the framework's own config, with a resharder for the model."""
     from torch_checkpointing import CheckpointManager, ItemSpec
     from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
@@ -95,7 +95,8 @@ def make_manager(*, synchronous: bool = False) -> Any:
     items = {"model": ItemSpec(resharder=ModelResharder())}
     process = CheckpointProcessConfig(subprocess_init_timeout_secs=int(PATIENCE_S))
     save = SyncCheckpointSaverConfig() if synchronous else AsyncCheckpointSaverConfig(process_config=process)
-    return without_cuda(CheckpointManager(replicated(CheckpointManager.Config(items=items, save=save))))
+    config = CheckpointManager.Config(items=items, save=save)
+    return without_cuda(CheckpointManager(config if plain else replicated(config)))
 
 
 def storage_of(manager: Any) -> Any:
@@ -172,10 +173,30 @@ def load_newest(target: Path | None, step: int, again: int) -> tuple[int, bool]:
         return found[0], same(dict(found[1]), payload(step, again))
 
 
+def load_as_one_rank(folder: Path, step: int) -> tuple[bool, bool]:
+    """What two ranks saved: from memory; and from a plain disk, to which the files were copied, without replication."""
+    with replicator.init():
+        from replicator.integrations.torch_checkpointing import load_latest
+
+        manager = make_manager(synchronous=True)
+        found = load_latest(manager, into=blank())
+        assert found is not None
+        storage = storage_of(manager)
+        copy = folder / f"step-{step}"
+        copy.mkdir()
+        for name in storage.ls(Path(copy.name)):
+            (copy / name).write_bytes(storage.read(Path(copy.name) / name))
+        manager.close()
+    plain = make_manager(synchronous=True, plain=True)
+    loaded = plain.load(copy, into=blank())
+    plain.close()
+    return same(dict(found[1]), payload(step)), same(dict(loaded), payload(step))
+
+
 @pytest.mark.timeout(4 * PATIENCE_S)
 @pytest.mark.parametrize(("release", "synchronous"), [("0.1.0", False), (OTHER_RELEASE, True)])
 def test_two_nodes_save_lose_one_and_load(
-    release: str, synchronous: bool, shm_root: Path, request: pytest.FixtureRequest
+    release: str, synchronous: bool, shm_root: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """F40, F41, F42: one rename on rank 0 gives every node the step; trouble in a save leaves the saver usable."""
     target = request.getfixturevalue("other_release") if release == OTHER_RELEASE else None
@@ -197,6 +218,9 @@ def test_two_nodes_save_lose_one_and_load(
         shutil.rmtree(two[1].root)
         two[1].start()
         assert Job(two, load_newest, target, 8, 0).results(PATIENCE_S) == [(8, True), (8, True)]
+        if target is None:
+            # F10: a job of another size, and files that are the framework's own.
+            assert Job(two[:1], load_as_one_rank, tmp_path, 8).results(PATIENCE_S) == [(True, True)]
 
 
 def protected_steps(node: Node) -> set[int]:
@@ -286,6 +310,20 @@ def every_method(path: Path) -> None:
         replicator.init(session.job).close()
         with pytest.raises(StaleEpochError):
             storage.write(root / "tmp_step-5" / "x", b"x")
+    storages_are_bounded()
+
+
+def storages_are_bounded() -> None:
+    """Those of a session that is over go, and of one that goes on only so many are kept."""
+    from replicator.integrations import torch_checkpointing as integration
+
+    with replicator.init() as session:
+        for number in range(integration.MAX_STORAGES + 2):
+            config = integration.ReplicatorStorageConfig(session=session, name=f"n{number}")
+            assert config.create_storage() is config.create_storage()
+        kept = [config for config, _ in integration._storages.values()]
+        assert [config.name for config in kept] == [f"n{number + 2}" for number in range(integration.MAX_STORAGES)]
+        assert all(config.session is session for config in kept)
 
 
 def no_prefetch() -> Any:
@@ -305,6 +343,9 @@ def test_layout_of_names() -> None:
     assert layout.place("tmp_step-0") == Place(0, "", "tmp_step-0", True)
     assert layout.place("/a/step-7.partial/x") == Place(7, "x", "step-7.partial", True)
     assert layout.place("/a/step-07").is_root
+    # What is above a step may be called like one: a job that goes on from another one's step 1000.
+    assert layout.place("/a/step-1000/tuned/step-5/x") == Place(5, "x", "step-5", False)
+    assert layout.place("/a/step-1000/tuned/tmp_step-5") == Place(5, "", "tmp_step-5", True)
     assert layout.place("/a/step-x").is_root
     assert layout.place("/a").is_root
     padded = Layout("iter_{step:09d}", "new-")

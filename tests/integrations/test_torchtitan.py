@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from job_support import Job, Node, nodes, wait_until
 
 import replicator
@@ -82,6 +83,7 @@ def train_lose_and_resume(folder: Path, lost: Node) -> dict[str, Any]:
         "--checkpoint.last-save-model-only",
     )
     manager, states, warmed = trainer.checkpointer, {}, []
+    seen["from a disk"] = begins_from_a_disk(trainer, folder / "initial")
     save, prewarm = manager.save, manager._manager.prewarm_staging
     manager._manager.prewarm_staging = lambda payload: (warmed.append(trainer.step), prewarm(payload))
 
@@ -156,6 +158,22 @@ def train_lose_and_resume(folder: Path, lost: Node) -> dict[str, Any]:
     return seen
 
 
+def begins_from_a_disk(trainer: Any, path: Path) -> bool:
+    """Where there is nothing to resume from: a checkpoint in a directory, of PyTorch's own storage."""
+    manager = trainer.checkpointer
+    model = manager.states["model"].state_dict()
+    wanted = state_of(trainer)["model"]
+    dcp.save(model, checkpoint_id=path)
+    with torch.no_grad():
+        for value in model.values():
+            value.zero_()
+    assert not same(state_of(trainer)["model"], wanted)
+    manager._config.initial_load_path = str(path)
+    loaded = manager.load()
+    manager._config.initial_load_path = None
+    return bool(loaded) and same(state_of(trainer)["model"], wanted)
+
+
 def rejected(folder: Path) -> list[str]:
     """Configurations that cannot be had."""
     from replicator.integrations.torchtitan import ReplicatedCheckpointManager
@@ -190,6 +208,7 @@ def test_trainer_saves_loses_a_node_and_resumes(shm_root: Path, tmp_path: Path) 
         for rank, seen in enumerate(Job(two, train_lose_and_resume, tmp_path, two[1]).results(PATIENCE_S)):
             assert "last_save_in_hf" in seen["rejected"][0]
             assert "2 ranks" in seen["rejected"][1]
+            assert seen["from a disk"]
             assert seen["warmed"] == [1]
             assert seen["cadence"] == [False, True, False, True, True]
             assert seen["resumed from"] == 4

@@ -100,12 +100,17 @@ class Layout:
         return None, False
 
     def place(self, path: str | Path) -> Place:
-        """What the path means: the first of its parts that is a step's directory counts, what is above does not."""
+        """What the path means: the last of its parts that is a step's directory counts, what is above does not.
+
+        Users choose what is above, and a job that goes on from another one's step may well be in a directory of that
+        name: "step-1000/tuned/step-5". Were it the first, all saves of that job would be step 1000, one over the other.
+        What is inside of a step is chosen by the framework, which has no steps there.
+        """
         parts = PurePath(path).parts
-        for index, part in enumerate(parts):
-            step, temporary = self.any_step_of(part)
+        for index in range(len(parts) - 1, -1, -1):
+            step, temporary = self.any_step_of(parts[index])
             if step is not None:
-                return Place(step, "/".join(parts[index + 1 :]), part, temporary)
+                return Place(step, "/".join(parts[index + 1 :]), parts[index], temporary)
         return Place()
 
     def require(self, path: str | Path) -> Place:
