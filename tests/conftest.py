@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,9 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {TESTS / name: place for place, name in enumerate(LONG)}
-    assert all(path.exists() for path in rank), "a test file was renamed"
+    for path in rank:
+        if not path.exists():
+            warnings.warn(f"{path} is not there: LONG in {__file__} names it", stacklevel=1)
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
