@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.worker import Role
 from replicator.client.local_agent import LocalAgent
-from replicator.client.session import Session, SessionSpec, attach
+from replicator.client.session import Session, attach
+from replicator.client.session_spec import SessionSpec
 from replicator.decide.types import Manifest, ManifestEntry
 from replicator.ids import CheckpointContainerId, ContainerVersion, NodeAddress, NodeIdentity, ObjectVersion
 

@@ -31,7 +31,8 @@ with needed("torch_checkpointing==0.1.0"):
     from torch_checkpointing.types import RankInfo
 
 from replicator.checkpoint.committing import WaitFor
-from replicator.client.session import Session, SessionSpec, attach, current_session
+from replicator.client.session import Session, attach, current_session
+from replicator.client.session_spec import SessionSpec
 from replicator.errors import ConfigError
 from replicator.integrations._logical.layout import Layout
 from replicator.integrations._logical.saves import SavePolicy, Saves

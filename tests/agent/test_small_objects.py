@@ -16,7 +16,8 @@ from agent_harness import wait_until
 from cluster import MIB, Cluster, Node, cluster
 
 from replicator.client.outstanding import ReplicaInfo
-from replicator.client.session import Session, SessionSpec, attach
+from replicator.client.session import Session, attach
+from replicator.client.session_spec import SessionSpec
 from replicator.decide.types import Manifest, ManifestEntry
 from replicator.errors import ReplicationError
 from replicator.ids import CheckpointContainerId, ContainerVersion, ObjectVersion

@@ -14,7 +14,8 @@ import threading
 from typing import Any
 
 from replicator.client.local_agent import LocalAgent
-from replicator.client.session import Session, SessionSpec
+from replicator.client.session import Session
+from replicator.client.session_spec import SessionSpec
 from replicator.errors import ForkedClientError
 from replicator.ids import CheckpointContainerId
 

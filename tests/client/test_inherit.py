@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from replicator.client import inherit
-from replicator.client.session import SessionSpec
+from replicator.client.session_spec import SessionSpec
 from replicator.ids import AgreedPlacement, NodeAddress, NodeIdentity
 
 SPEC = SessionSpec(

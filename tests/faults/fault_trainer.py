@@ -17,7 +17,8 @@ from typing import Any
 from replicator.client.local_agent import LocalAgent
 from replicator.client.outstanding import CommitFutures
 from replicator.client.plan import Plan
-from replicator.client.session import Session, SessionSpec
+from replicator.client.session import Session
+from replicator.client.session_spec import SessionSpec
 from replicator.decide.types import Manifest, ManifestEntry
 from replicator.errors import ReplicatorError
 from replicator.ids import CheckpointContainerId, ContainerVersion, NodeAddress, NodeIdentity
