@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from replicator.agent.abandon import Abandonment
 from replicator.agent.background import Background
 from replicator.agent.counters import Counters
+from replicator.agent.distribution import Distribution
 from replicator.agent.jobs import Jobs
 from replicator.agent.logs import fields
-from replicator.agent.manifest_sender import FINAL, ManifestSender
-from replicator.agent.manifests import Manifests, fetch_manifest
-from replicator.agent.own_copies import MAX_PAUSE_DEADLINES, OwnCopies
+from replicator.agent.manifest_sender import ManifestSender
+from replicator.agent.manifests import Manifests, check_own, fetch_manifest
+from replicator.agent.open_container import OpenContainer, Report
+from replicator.agent.own_copies import OwnCopies
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
@@ -34,11 +34,10 @@ from replicator.agent.threads import run_to_end
 from replicator.config import AgentConfig
 from replicator.decide.backpressure import plan_skips
 from replicator.decide.supersede import still_wanted, superseding
-from replicator.decide.types import HeldObject, Manifest, listed
+from replicator.decide.types import HeldObject, Manifest
 from replicator.errors import (
     CommitError,
     NotFoundError,
-    ReplicationError,
     ReplicatorError,
     StaleEpochError,
 )
@@ -46,7 +45,7 @@ from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
-from replicator.v1 import local_pb2, peer_pb2
+from replicator.v1 import peer_pb2
 from replicator.wire import (
     Sender,
     manifest_to_bytes,
@@ -55,40 +54,13 @@ from replicator.wire import (
 )
 
 MAX_OPEN = 64
-MAX_REPORTS = 8
 # A committed container of which nothing was acknowledged for so long: who waits for its protection is told.
 UNPROTECTED_DEADLINES = 20
 # Unprotected containers of a job that are taken up again after a restart, or when other nodes come and go; and as many
 # that are not resumable.
 RESUMED_PER_JOB = 2
 
-Report = Callable[[local_pb2.CommitEvent], None]
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A container that this node coordinates and that is not protected yet."""
-
-    manifest: Manifest
-    epoch: int
-    needed: int
-    reports: list[Report] = field(default_factory=list)
-    stored_on: set[str] = field(default_factory=set)
-    refused_by: set[str] = field(default_factory=set)  # for good
-    committed: bool = False
-    acknowledged: dict[str, set[str]] = field(default_factory=dict)  # owner -> names of its objects
-    distribution: asyncio.Task[None] | None = None
-    progressed_at: float = 0.0
-    stalled: bool = False  # nothing of it got any further for long
-
-    def missing_owners(self) -> list[str]:
-        """Owners who have not reported all their objects."""
-        wanted: dict[str, set[str]] = {}
-        for entry in self.manifest.entries:
-            wanted.setdefault(entry.owner_node_id, set()).add(entry.name)
-        return [owner for owner, names in wanted.items() if not names <= self.acknowledged.get(owner, set())]
 
 
 class Committer:
@@ -116,7 +88,7 @@ class Committer:
         self._retention = retention
         self._abandonment = abandonment
         self._counters = counters
-        self._open: OrderedDict[ContainerVersion, _Open] = OrderedDict()
+        self._open: OrderedDict[ContainerVersion, OpenContainer] = OrderedDict()
         self._resumed: set[str] = set()  # jobs of which was taken up what was found at the start
         # Called when the manifest of a container was stored here.
         self.on_stored: Callable[[ContainerVersion], None] = lambda version: None
@@ -125,6 +97,15 @@ class Committer:
             config, address, store, jobs, peers, manifests, replicator, retention, self._background, counters
         )
         self._sender = ManifestSender(address, jobs, peers, manifests)
+        self._distribution = Distribution(
+            config,
+            manifests,
+            self._sender,
+            self._background,
+            lambda entry: self._open.get(entry.manifest.version) is entry,
+            self._committed_if_due,
+            self._fail,
+        )
         peers.on_replaced.append(self._owner_replaced)
         self._own_copies = OwnCopies(
             config,
@@ -165,7 +146,7 @@ class Committer:
                 f"{manifest.epoch} of the job here, so its members are not known; call JoinJob first"
             )
         self.skipping.check(version)
-        self._check_own(manifest)
+        check_own(manifest, self._address.node_id, self._store)
         data = await asyncio.to_thread(manifest_to_bytes, manifest)
         with self._abandonment.storing(version):
             reach("commit.storing")
@@ -176,17 +157,17 @@ class Committer:
         members = self._others(job)
         asked = tuple(node.node_id for node in members)
         if self._store.is_protected(version):
-            done = _Open(manifest, manifest.epoch, 1, [report], {self._address.node_id}, committed=True)
-            asyncio.get_running_loop().call_soon(self._tell_protected, done)
+            done = OpenContainer(manifest, manifest.epoch, 1, [report], {self._address.node_id}, committed=True)
+            asyncio.get_running_loop().call_soon(done.tell_protected)
             return asked
         entry = self._open.get(version)
         if entry is None:
             entry = self._remember(manifest, manifest.epoch)
-        entry.reports = [*entry.reports[-MAX_REPORTS + 1 :], report]
+        entry.add(report)
         if entry.committed:
-            asyncio.get_running_loop().call_soon(self._tell, entry, self._event(entry))
+            asyncio.get_running_loop().call_soon(entry.tell, entry.event())
             self._watch(entry)
-        self._distribute(entry, members, deadline_s)
+        self._distribution.begin(entry, members, deadline_s)
         self._own_copies.check(version)
         self.on_stored(version)
         return asked
@@ -215,7 +196,7 @@ class Committer:
             if not self._jobs.is_member(version.container.job):
                 raise NotFoundError(f"node {self._address.node_id} does not know the members of {version}'s job yet")
             entry = self._remember(manifest, epoch)
-            self._distribute(entry, self._others(version.container.job), self._config.deadline_s)
+            self._distribution.begin(entry, self._others(version.container.job), self._config.deadline_s)
         expected = {one.name: one for one in manifest.entries}
         for held in objects:
             wanted = expected.get(held.name)
@@ -231,116 +212,38 @@ class Committer:
         for entry in self._open.values():
             entry.acknowledged.pop(now.node_id, None)
 
-    def _check_own(self, manifest: Manifest) -> None:
-        version = manifest.version
-        me = self._address.node_id
-        if manifest.coordinator_node_id != me:
-            raise CommitError(
-                f"{version}: the manifest names {manifest.coordinator_node_id} as its coordinator, this is {me}; "
-                "commit it with the agent of the coordinator's own node"
-            )
-        if not manifest.entries:
-            raise CommitError(f"{version}: the manifest lists no objects, so there would be nothing to load")
-        held = self._store.objects(version)
-        for entry in manifest.entries:
-            if entry.owner_node_id != me:
-                continue
-            info = held.get(entry.name)
-            if info is None or (info.size, info.crc32c) != (entry.size, entry.crc32c):
-                found = "it is not here" if info is None else f"found {info.size} bytes, checksum {info.crc32c:08x}"
-                raise CommitError(
-                    f"{version}: expected {entry.name} on this node with {entry.size} bytes and checksum "
-                    f"{entry.crc32c:08x}, {found}; seal every object before the commit"
-                )
-
-    def _remember(self, manifest: Manifest, epoch: int) -> _Open:
+    def _remember(self, manifest: Manifest, epoch: int) -> OpenContainer:
         members = len(self._others(manifest.version.container.job)) + 1
-        entry = _Open(manifest, epoch, min(manifest.replicas + 1, members), stored_on={self._address.node_id})
+        entry = OpenContainer(manifest, epoch, min(manifest.replicas + 1, members), stored_on={self._address.node_id})
         self._open[manifest.version] = entry
         while len(self._open) > MAX_OPEN:
             oldest = next(iter(self._open))
             self._forget(oldest, f"more than {MAX_OPEN} containers are waiting to be protected")
         return entry
 
-    def _distribute(self, entry: _Open, members: Sequence[NodeAddress], deadline_s: float) -> None:
-        if entry.distribution is None or entry.distribution.done():
-            entry.distribution = self._background.spawn(
-                "distribute", entry.manifest.version, self._send_to_all(entry, members, deadline_s)
-            )
-
-    async def _send_to_all(self, entry: _Open, members: Sequence[NodeAddress], deadline_s: float) -> None:
-        version = entry.manifest.version
-        if self._manifests.data(version) is None:
-            self._fail(entry, CommitError(f"{version}: the manifest that was stored on this node is gone"))
-            return
-        self._committed_if_due(entry)
-        asked = [node for node in members if node.node_id not in entry.stored_on]
-        errors = await asyncio.gather(*(self._send(entry, node, deadline_s) for node in asked))
-        refusals = {node.node_id: error for node, error in zip(asked, errors, strict=True) if error is not None}
-        if not entry.committed:
-            self._fail(entry, self._why_not_committed(entry, refusals))
-        elif refusals:
-            self._background.spawn("send again", version, self._send_again(entry))
-
-    async def _send(self, entry: _Open, node: NodeAddress, deadline_s: float) -> ReplicatorError | None:
-        error = await self._sender.send(entry.manifest.version, entry.epoch, node, deadline_s)
-        if isinstance(error, FINAL):
-            entry.refused_by.add(node.node_id)
-        if error is None:
-            entry.stored_on.add(node.node_id)
-            reach("commit.sent")
-            self._committed_if_due(entry)
-        return error
-
-    async def _send_again(self, entry: _Open) -> None:
-        """Less and less often, to members that were away for the whole deadline: as owners they would never report."""
-        version = entry.manifest.version
-        pauses = 1
-        while True:
-            await asyncio.sleep(self._config.deadline_s * pauses * (0.75 + random.random() / 2))
-            pauses = min(2 * pauses, MAX_PAUSE_DEADLINES)
-            settled = entry.stored_on | entry.refused_by
-            lacking = [node for node in self._others(version.container.job) if node.node_id not in settled]
-            if self._open.get(version) is not entry or not lacking:
-                return
-            await asyncio.gather(*(self._send(entry, node, self._config.rpc_deadline_s) for node in lacking))
-
-    async def _send_to_one(self, entry: _Open, node: NodeAddress) -> None:
-        await self._send(entry, node, self._config.deadline_s)
-
     def node_is_back(self, node_id: str) -> None:
         """A node answers, also again: it gets the manifests that it missed, and is told and offered what it was not."""
         for version, entry in list(self._open.items()):
             for node in self._others(version.container.job):
                 if node.node_id == node_id and node_id not in entry.stored_on | entry.refused_by and entry.committed:
-                    self._background.spawn(f"manifest to {node_id}", version, self._send_to_one(entry, node))
+                    self._distribution.begin_to_one(entry, node)
         for job in self._jobs.names():
             if self._jobs.is_member(job) and any(node.node_id == node_id for node in self._jobs.members(job)):
                 for version in self._unprotected(job):
                     self._own_copies.check(version)
 
-    def _why_not_committed(self, entry: _Open, refusals: dict[str, ReplicatorError]) -> ReplicatorError:
-        for error in refusals.values():
-            if isinstance(error, StaleEpochError):
-                return error
-        reasons = [f"{node}: {error}" for node, error in sorted(refusals.items())]
-        return CommitError(
-            f"{entry.manifest.version} needs its manifest on {entry.needed} nodes, found it on {len(entry.stored_on)} "
-            f"({listed(sorted(entry.stored_on))}); {listed(reasons)}. It may still become visible later, complete"
-        )
-
-    def _committed_if_due(self, entry: _Open) -> None:
+    def _committed_if_due(self, entry: OpenContainer) -> None:
         if not entry.committed and len(entry.stored_on) >= entry.needed:
             entry.committed = True
             reach("commit.enough")
             self._counters.add("containers_committed")
             log.info("container committed", extra=fields(entry.manifest.version, nodes=len(entry.stored_on)))
-            self._tell(entry, self._event(entry))
+            entry.tell(entry.event())
             self._watch(entry)
             self._protect_if_due(entry)
             self._skip_between(entry)
 
-    def _skip_between(self, newest: _Open) -> None:
+    def _skip_between(self, newest: OpenContainer) -> None:
         """What waits between the container whose copies are being made and the newest one is skipped."""
         waiting = {version: entry.manifest.resumable for version, entry in self._open.items() if not entry.stalled}
         for skip in plan_skips(waiting, newest.manifest.version, newest.manifest.resumable):
@@ -349,9 +252,7 @@ class Committer:
                 self._background.cancel(what, skip.version)
             self._own_copies.forget(skip.version)
             error = self.skipping.skip(skip, newest.manifest.version, newest.epoch)
-            event = self._event(entry)
-            event.ok, event.error_kind, event.error_message = False, error.kind, str(error)
-            self._tell(entry, event)
+            entry.tell(entry.failure(error))
 
     def _progressed(self, version: ContainerVersion) -> None:
         entry = self._open.get(version)
@@ -360,11 +261,17 @@ class Committer:
             if entry.stalled:
                 self._watch(entry)
 
-    def _watch(self, entry: _Open) -> None:
+    def _watch(self, entry: OpenContainer) -> None:
         """Those who wait for its protection hear when it does not get any further. It may still be protected later."""
         limit_s = UNPROTECTED_DEADLINES * self._config.deadline_s
         loop = asyncio.get_running_loop()
         entry.progressed_at, entry.stalled = loop.time(), False
+        version = entry.manifest.version
+
+        def awaited(owner: str) -> Sequence[str]:
+            if owner == self._address.node_id:
+                return self._own_copies.lacking(version)
+            return self._jobs.buddies_of(version.container.job, owner)
 
         async def watch() -> None:
             while True:
@@ -373,28 +280,12 @@ class Committer:
                     break
                 await asyncio.sleep(left)
             entry.stalled = True
-            self._fail(entry, self._why_not_protected(entry, limit_s))
+            self._fail(entry, entry.why_not_protected(limit_s, awaited))
             entry.reports = []
 
-        self._background.spawn("watch", entry.manifest.version, watch())
+        self._background.spawn("watch", version, watch())
 
-    def _why_not_protected(self, entry: _Open, limit_s: float) -> ReplicationError:
-        version = entry.manifest.version
-        job = version.container.job
-        reasons = []
-        for owner in entry.missing_owners():
-            if owner == self._address.node_id:
-                whom = list(self._own_copies.lacking(version))
-            else:
-                whom = list(self._jobs.buddies_of(job, owner))
-            reasons.append(f"objects of {owner} by {listed(whom) or 'its buddies'}")
-        return ReplicationError(
-            f"{version} is committed and not protected: for {limit_s:.1f} s nothing of it was acknowledged, and still "
-            f"awaited are {listed(reasons)}. Its objects are intact on their owners; it is protected later when the "
-            "buddies come back before a newer one of its kind is protected"
-        )
-
-    def _protect_if_due(self, entry: _Open) -> None:
+    def _protect_if_due(self, entry: OpenContainer) -> None:
         version = entry.manifest.version
         if not entry.committed or entry.missing_owners() or self._store.is_protected(version):
             return
@@ -403,13 +294,8 @@ class Committer:
         reach("protect.marked")
         self._counters.add("containers_protected")
         log.info("container protected", extra=fields(version))
-        self._tell_protected(entry)
+        entry.tell_protected()
         self._background.spawn("spread", version, self._spread_protection(version, entry.epoch))
-
-    def _tell_protected(self, entry: _Open) -> None:
-        event = self._event(entry)
-        event.is_protected = True
-        self._tell(entry, event)
 
     async def _spread_protection(self, version: ContainerVersion, epoch: int) -> None:
         """Drop what is superseded here, and tell all members."""
@@ -521,7 +407,7 @@ class Committer:
             manifest = self._require(version)
             if manifest.coordinator_node_id == self._address.node_id and version not in self._open:
                 entry = self._remember(manifest, self._jobs.epoch(job))
-                self._distribute(entry, self._others(job), self._config.deadline_s)
+                self._distribution.begin(entry, self._others(job), self._config.deadline_s)
             self._own_copies.check(version)
 
     def _unprotected(self, job: str) -> tuple[ContainerVersion, ...]:
@@ -552,27 +438,12 @@ class Committer:
             self._background.cancel(what, version)
         self._fail(entry, CommitError(f"{version} was never protected: {reason}"))
 
-    def _fail(self, entry: _Open, error: ReplicatorError) -> None:
-        event = self._event(entry)
-        event.ok = False
-        event.error_kind, event.error_message = error.kind, str(error)
+    def _fail(self, entry: OpenContainer, error: ReplicatorError) -> None:
         log.warning("a container is not committed or not protected", extra=fields(entry.manifest.version, reason=error))
         if not entry.committed:
             self._counters.add("commits_failed")
             self._open.pop(entry.manifest.version, None)
-        self._tell(entry, event)
-
-    def _event(self, entry: _Open) -> local_pb2.CommitEvent:
-        return local_pb2.CommitEvent(
-            container=version_to_pb(entry.manifest.version), ok=True, stored_on=sorted(entry.stored_on)
-        )
-
-    def _tell(self, entry: _Open, event: local_pb2.CommitEvent) -> None:
-        for report in entry.reports:
-            try:
-                report(event)
-            except Exception:
-                log.exception("the outcome of a commit could not be told", extra=fields(entry.manifest.version))
+        entry.tell(entry.failure(error))
 
     def _require(self, version: ContainerVersion) -> Manifest:
         manifest = self._manifests.get(version)

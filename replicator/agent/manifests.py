@@ -135,6 +135,33 @@ class Manifests:
             self._decoded.popitem(last=False)
 
 
+def check_own(manifest: Manifest, me: str, store: Store) -> None:
+    """Whether the coordinator `me` may commit it: all objects of its own are here, as they are listed.
+
+    Raises:
+        CommitError: they are not, another node is its coordinator, or nothing is listed.
+    """
+    version = manifest.version
+    if manifest.coordinator_node_id != me:
+        raise CommitError(
+            f"{version}: the manifest names {manifest.coordinator_node_id} as its coordinator, this is {me}; "
+            "commit it with the agent of the coordinator's own node"
+        )
+    if not manifest.entries:
+        raise CommitError(f"{version}: the manifest lists no objects, so there would be nothing to load")
+    held = store.objects(version)
+    for entry in manifest.entries:
+        if entry.owner_node_id != me:
+            continue
+        info = held.get(entry.name)
+        if info is None or (info.size, info.crc32c) != (entry.size, entry.crc32c):
+            found = "it is not here" if info is None else f"found {info.size} bytes, checksum {info.crc32c:08x}"
+            raise CommitError(
+                f"{version}: expected {entry.name} on this node with {entry.size} bytes and checksum "
+                f"{entry.crc32c:08x}, {found}; seal every object before the commit"
+            )
+
+
 async def fetch_manifest(
     peers: PeerDirectory, sender: Sender, version: ContainerVersion, node: NodeAddress, idle_s: float
 ) -> tuple[bytes, int]:

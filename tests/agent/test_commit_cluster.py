@@ -378,6 +378,8 @@ def test_only_the_coordinator_can_call_a_container_protected(three: Cluster) -> 
 def test_a_report_that_does_not_fit_the_manifest_is_refused(three: Cluster) -> None:
     """F49: of an object that the reporting node does not own, of other content, or of an unknown container."""
     manifest = three.save(1, replicate=False)
+    # One that nobody has, so that the container is not protected meanwhile: then every report is only thanked for.
+    manifest = dataclasses.replace(manifest, entries=(*manifest.entries, ManifestEntry("z-lost", 1, 1, "n2")))
     entry = manifest.entries[1]
 
     def report(node: int, held: HeldObject) -> None:
