@@ -218,7 +218,7 @@ async def test_peer_that_stops_in_the_middle(lane: str, lanes: Lanes, make_proce
             [*sources, peer.pull_source(info)],
             memoryview(target),
             lanes=lanes,
-            policy=policy_for(lane, 0.5),
+            policy=policy_for(lane, 1.5),
         )
     assert target == data
     frozen.signal(signal.SIGCONT)
