@@ -26,7 +26,7 @@ from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
 from replicator.config import AgentConfig
-from replicator.decide.heal import HealingPlan, Short, Standing, candidates, plan_healing
+from replicator.decide.heal import HealingPlan, Short, Standing, by_right, candidates, plan_healing
 from replicator.decide.types import NodeInventory, Unanswered
 from replicator.errors import ReplicatorError
 from replicator.faultpoints import reach
@@ -258,8 +258,10 @@ class Healer:
             for owner in {info.owner_node_id for info in self._store.objects(version).values()}:
                 key = owner, manifest.replicas
                 if key not in known:
-                    by_right = candidates(owner, members, manifest.replicas, place)[: manifest.replicas + 1]
-                    known[key] = everything or any(node in gone or node not in members for node in by_right)
+                    known[key] = everything or any(
+                        node in gone or node not in members
+                        for node in by_right(owner, members, manifest.replicas, place)
+                    )
                 if known[key]:
                     found.add(owner)
         found.update(owner for short in self._plans.get(job, HealingPlan()).short for owner in short.owners)

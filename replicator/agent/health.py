@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import random
 import time
@@ -87,6 +88,10 @@ class HealthMonitor:
         self._unix = unix
         self._settings = HealthSettings(config.dead_after_s)
         self._watched: dict[str, _Watched] = {}
+        self._known: tuple[NodeAddress | str, ...] | None = None
+        # When whose turn is, the soonest first. What is not as `_watched` has it is passed over.
+        self._turns: list[tuple[float, str]] = []
+        self._asking: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self.on_change: list[ChangeCallback] = []
         peers.on_replaced.append(self._on_replaced)
@@ -130,13 +135,18 @@ class HealthMonitor:
 
     def refresh(self) -> None:
         """Take in nodes that became known, where each is reached now, and forget those that nobody knows any more."""
-        now = self._clock()
-        known = {target if isinstance(target, str) else target.node_id: target for target in self._peers.known()}
+        told = self._peers.known()
+        if told is self._known:
+            return
+        self._known, now = told, self._clock()
+        known = {_key(target): target for target in told}
         for key, target in known.items():
             one = self._watched.get(key)
             if one is None:
                 # The first question soon, and not of all nodes at once.
-                self._watched[key] = _Watched(target, now + random.random() * self._interval_s(len(known)) / 4)
+                due_s = now + random.random() * self._interval_s(len(known)) / 4
+                self._watched[key] = _Watched(target, due_s)
+                heapq.heappush(self._turns, (due_s, key))
             else:
                 one.target = target
         for key in [key for key in self._watched if key not in known]:
@@ -147,16 +157,18 @@ class HealthMonitor:
     def begin_due(self) -> float:
         """Ask those whose turn it is, as many as may be asked at once; returns the seconds until the next turn."""
         now = self._clock()
-        asking = sum(1 for one in self._watched.values() if one.asking is not None)
-        waiting = sorted((one.due_s, key) for key, one in self._watched.items() if one.asking is None)
-        for due_s, key in waiting:
-            if due_s > now:
-                return min(due_s - now, self._config.health_interval_s)
-            if asking >= MAX_ASKED:
-                break
-            asking += 1
-            one = self._watched[key]
-            one.asking = asyncio.get_running_loop().create_task(self._question(one))
+        while self._turns:
+            due_s, key = self._turns[0]
+            one = self._watched.get(key)
+            if one is not None and one.asking is None and one.due_s == due_s:
+                if due_s > now:
+                    return min(due_s - now, self._config.health_interval_s)
+                if len(self._asking) >= MAX_ASKED:
+                    break
+                one.asking = asyncio.get_running_loop().create_task(self._question(one))
+                self._asking.add(one.asking)
+                one.asking.add_done_callback(self._asking.discard)
+            heapq.heappop(self._turns)
         return self._config.health_interval_s
 
     async def _question(self, one: _Watched) -> None:
@@ -178,6 +190,7 @@ class HealthMonitor:
         finally:
             one.asking = None
             one.due_s = self._clock() + self._pause_s(one)
+            heapq.heappush(self._turns, (one.due_s, _key(target)))
             self._wake.set()
 
     async def _answer(self, target: NodeAddress | str, limit_s: float) -> tuple[NodeAddress | None, str]:
@@ -268,3 +281,7 @@ class HealthMonitor:
             # It may never come back; whoever does says so itself.
             pause = max(self._config.deadline_s, self._interval_s(len(self._watched)))
         return pause * random.uniform(1 - _JITTER, 1 + _JITTER)
+
+
+def _key(target: NodeAddress | str) -> str:
+    return target if isinstance(target, str) else target.node_id

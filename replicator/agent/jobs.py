@@ -95,6 +95,8 @@ class Jobs:
         self._digests: dict[str, tuple[JobState, int]] = {}
         self._elders: dict[str, tuple[int, NodeAddress]] = {}
         self._states: dict[str, JobState] = {}
+        # Another number whenever something of a job has changed.
+        self.revision = 0
         self._attempts: dict[str, tuple[int, int]] = {}
         # Set by whoever watches the nodes: those that are dead, and those that are being drained.
         self.dead: frozenset[str] = frozenset()
@@ -424,6 +426,7 @@ class Jobs:
             raise StoreError(f"expected at most {MAX_JOBS} jobs on one node, found one more: {state.job}")
         self._store.put_job_state(state)
         self._states[state.job] = state
+        self.revision += 1
 
 
 def _merged(first: Sequence[NodeAddress], second: Sequence[NodeAddress]) -> tuple[NodeAddress, ...]:

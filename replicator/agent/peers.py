@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc.aio
@@ -73,6 +73,8 @@ class PeerDirectory:
         self._connect = connect
         self._links: dict[str, Link] = {}
         self._met: dict[str, NodeAddress] = {}
+        self._met_revision = 0
+        self._known: tuple[tuple[int, int, tuple[str, ...]], tuple[NodeAddress | str, ...]] | None = None
         self._claims: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -185,7 +187,17 @@ class PeerDirectory:
                 callback()
 
     def known(self) -> tuple[NodeAddress | str, ...]:
-        """Every other node of every job, and configured addresses whose node is not known yet."""
+        """Every other node of every job, and configured addresses whose node is not known yet.
+
+        The same tuple as before as long as nothing changed: whoever looks often needs to look at it once only.
+        """
+        configured = self.configured
+        state = self._jobs.revision, self._met_revision, configured
+        if self._known is None or self._known[0] != state:
+            self._known = state, self._all_known(configured)
+        return self._known[1]
+
+    def _all_known(self, configured: Sequence[str]) -> tuple[NodeAddress | str, ...]:
         nodes: dict[str, NodeAddress] = {}
         for job in self._jobs.names():
             for node in self._jobs.everyone(job):
@@ -194,7 +206,7 @@ class PeerDirectory:
             nodes.setdefault(node.node_id, node)
         nodes.pop(self._address.node_id, None)
         addresses = {node.grpc_address for node in nodes.values()}
-        return (*sorted(nodes.values()), *(peer for peer in self.configured if peer not in addresses))
+        return (*sorted(nodes.values()), *(peer for peer in configured if peer not in addresses))
 
     async def bulk_address(self, node: NodeAddress | str) -> str:
         """Where the node serves the bulk lane, as it said in its Hello; empty when it does not. Raises like `unary`."""
@@ -425,10 +437,13 @@ class PeerDirectory:
             return
         before = self._met.pop(node.node_id, None)
         self._met[node.node_id] = node
+        if before != node:
+            self._met_revision += 1
         if len(self._met) > MAX_MET:
             self._met.pop(next(iter(self._met)))
         for other in [one for one in self._met.values() if one.grpc_address == link.address and one is not node]:
             del self._met[other.node_id]
+            self._met_revision += 1
         for job in self._jobs.names():
             for known in self._jobs.everyone(job):
                 if known.node_id == node.node_id and known != node:

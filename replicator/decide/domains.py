@@ -42,6 +42,8 @@ class Domains:
 
     def shared(self, one: str, other: str) -> int:
         """How many levels, counted from the outermost, the two are together in."""
+        if not self.levels:
+            return 0
         depth = 0
         for mine, theirs in zip(self.paths[one], self.paths[other], strict=True):
             if mine != theirs:
@@ -51,6 +53,8 @@ class Domains:
 
     def clash(self, node: str, others: Iterable[str]) -> Clash:
         """How often `node` shares a domain with one of `others`, by level."""
+        if not self.levels:
+            return ()
         found = [0] * len(self.levels)
         for other in others:
             if other != node:

@@ -141,6 +141,15 @@ def candidates(owner: str, members: Sequence[str], replicas: int, place: Place =
     return tuple(dict.fromkeys((owner, *first, *rest, *nodes)))
 
 
+def by_right(owner: str, members: Sequence[str], replicas: int, place: Place = buddies) -> tuple[str, ...]:
+    """The first `replicas` + 1 of `candidates`."""
+    nodes = sorted({*members, owner})
+    first = place(owner, nodes, replicas).node_ids
+    if len(first) < min(replicas, len(nodes) - 1):
+        return candidates(owner, members, replicas, place)[: replicas + 1]
+    return (owner, *first)
+
+
 def plan_healing(
     manifests: Mapping[ContainerVersion, Manifest],
     inventories: Sequence[NodeInventory],

@@ -7,6 +7,7 @@ directories have mode 0700, all files 0600.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -106,14 +107,14 @@ class StorePaths:
         return self.segments / SegmentName.parse(name).text
 
     def objects_of(self, version: ContainerVersion) -> Path:
-        return self.objects / _version_path(version)
+        return _directory(self.root, "objects", version)
 
     def object(self, one: ObjectVersion) -> Path:
         return self.objects_of(one.version) / quote_name(one.name)
 
     def manifest_of(self, version: ContainerVersion) -> Path:
         """The directory of a version's manifest and mark."""
-        return self.manifests / _version_path(version)
+        return _directory(self.root, "manifests", version)
 
     def job(self, job: str) -> Path:
         return self.jobs / f"{validate_job(job)}.json"
@@ -159,8 +160,10 @@ def check_client_id(client_id: str) -> str:
     return client_id
 
 
-def _version_path(version: ContainerVersion) -> str:
-    return f"{version.container.job}/{version.container.step_name}/{version.generation:016x}"
+@functools.lru_cache(maxsize=1024)
+def _directory(root: Path, top: str, version: ContainerVersion) -> Path:
+    """Asked for again with every object of the version."""
+    return root / top / version.container.job / version.container.step_name / f"{version.generation:016x}"
 
 
 def walk_versions(top: Path) -> Iterator[tuple[ContainerVersion | None, Path]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from replicator.store.trailer import ObjectInfo
 
+from .loop import Handle
 from .network import Weather
 from .node import SimNode
 
@@ -35,7 +36,7 @@ class Faults:
             if world.rng.random() < 0.5:
                 self._kinds.append(kind)
         self._mean_s = world.rng.choice((0.3, 1.0, 4.0))
-        self._ends: dict[str, asyncio.TimerHandle] = {}
+        self._ends: dict[str, Handle] = {}
 
     async def run(self) -> None:
         """For ever; at once when this run has no faults."""

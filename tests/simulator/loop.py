@@ -63,28 +63,44 @@ class Process:
 
 
 class SimTask(asyncio.Task[T]):
-    """Hashes by its number: sets of tasks have the same order in every run."""
+    """Hashes by a number, given when it is first asked for: sets of tasks have the same order in every run."""
 
-    _numbers = itertools.count()
-
-    def __init__(self, coro: Coroutine[Any, Any, T], **kwargs: Any) -> None:
-        self.number = next(SimTask._numbers)
-        super().__init__(coro, **kwargs)
-        self._log_destroy_pending = False
+    numbers = itertools.count()
+    number: int | None = None
 
     def __hash__(self) -> int:
+        if self.number is None:
+            self.number = next(SimTask.numbers)
         return self.number
 
 
 class SimFuture(asyncio.Future[T]):
     """See SimTask."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        self.number = next(SimTask._numbers)
-        super().__init__(**kwargs)
+    number: int | None = None
 
     def __hash__(self) -> int:
+        if self.number is None:
+            self.number = next(SimTask.numbers)
         return self.number
+
+
+class Handle:
+    """A step to be made. Stands for `asyncio.Handle` and `asyncio.TimerHandle`, of which a run makes many thousands."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -100,18 +116,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """
 
     def __init__(self, rng: random.Random) -> None:
-        self.on_moment: Callable[[set[Any]], None] = lambda nodes: None
+        self.on_moment: Callable[[list[Any]], None] = lambda nodes: None
         self.on_failure: Callable[[str, BaseException | None], None] = lambda message, error: None
         self.steps = 0
         self._rng = rng
         self._now = 1000.0
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, Handle]] = []
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[Any]] = []
-        self._frozen: list[asyncio.Handle] = []
+        self._frozen: list[Handle] = []
         self._compact_at = 4096
-        SimTask._numbers = itertools.count()
+        SimTask.numbers = itertools.count()
 
     # -- what asyncio asks for
 
@@ -129,8 +145,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    ) -> Handle:
+        handle = Handle(callback, args, contextvars.copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
@@ -138,18 +154,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self._now + max(delay, 0.0), callback, *args, context=context)
+    ) -> Handle:
+        handle = Handle(callback, args, contextvars.copy_context() if context is None else context)
+        heapq.heappush(self._timers, (self._now + max(delay, 0.0), next(self._numbers), handle))
+        return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> Handle:
+        handle = Handle(callback, args, contextvars.copy_context() if context is None else context)
         heapq.heappush(self._timers, (when, next(self._numbers), handle))
         return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass
 
     def create_future(self) -> asyncio.Future[Any]:
         return SimFuture(loop=self)
@@ -207,41 +222,48 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         try:
             main = self.create_task(work)
-            active: set[Any] = set()
+            ready, current = self._ready, Process.current
+            active: dict[Any, None] = {}
             while not main.done():
-                if not self._ready:
-                    self.on_moment(active)
-                    active = set()
-                    if not self._ready:
+                if not ready:
+                    self.on_moment(list(active))
+                    active.clear()
+                    if not ready:
                         self._go_on()
                         continue
-                handle = self._ready.popleft()
-                if handle._cancelled:  # type: ignore[attr-defined]
+                handle = ready.popleft()
+                if handle.is_cancelled:
                     continue
-                process = handle._context.get(Process.current)  # type: ignore[attr-defined]
+                process = handle.context.get(current)
                 if process is not None:
                     if not process.alive:
                         self._frozen.append(handle)
                         continue
-                    active.add(process.node)
+                    active[process.node] = None
                 self.steps += 1
                 if self.steps > MAX_STEPS:
                     raise DeadlockError(f"no end after {MAX_STEPS} steps, at {self._now:.3f} s")
-                handle._run()
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.on_failure(f"a step failed: {handle.callback}", error)
             return main.result()
         finally:
             asyncio._set_running_loop(None)
 
     def _go_on(self) -> None:
         """Time goes on to the next timer."""
-        while self._timers:
-            when, _, handle = heapq.heappop(self._timers)
-            if handle._cancelled:  # type: ignore[attr-defined]
+        timers = self._timers
+        while timers:
+            when, _, handle = heapq.heappop(timers)
+            if handle.is_cancelled:
                 continue
             self._now = max(self._now, when)
             self._ready.append(handle)
-            while self._timers and self._timers[0][0] <= self._now:
-                self._ready.append(heapq.heappop(self._timers)[2])
+            while timers and timers[0][0] <= self._now:
+                self._ready.append(heapq.heappop(timers)[2])
             return
         raise DeadlockError(f"at {self._now:.3f} s nothing is under way, and somebody still waits")
 

@@ -82,12 +82,21 @@ class Network:
     def __init__(self, loop: VirtualLoop, rng: random.Random, faults: Counter[str]) -> None:
         self.loop = loop
         self.rng = rng
-        self.weather = Weather()
         self.faults = faults
+        self.weather = Weather()
         self.context = contextvars.Context()
         self._listening: dict[str, Endpoint] = {}
         self._cut: set[tuple[str, str]] = set()
         self._gone: set[str] = set()
+
+    @property
+    def weather(self) -> Weather:
+        return self._weather
+
+    @weather.setter
+    def weather(self, weather: Weather) -> None:
+        self._weather = weather
+        self._is_fine = weather == Weather()
 
     # -- addresses
 
@@ -128,7 +137,7 @@ class Network:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing can go wrong at this moment."""
-        return not self._cut and self.weather == Weather()
+        return not self._cut and self._is_fine
 
     def reaches(self, sender: str, receiver: str) -> bool:
         """Whether a message sent now arrives."""
@@ -144,8 +153,10 @@ class Network:
 
     def happens(self, kind: str, sender: str, receiver: str) -> bool:
         """Whether a fault happens to this call or message; counted."""
-        odds: float = getattr(self.weather, kind)
-        if sender == receiver or not odds or self.rng.random() >= odds:
+        if self._is_fine or sender == receiver:
+            return False
+        odds: float = getattr(self._weather, kind)
+        if not odds or self.rng.random() >= odds:
             return False
         self.faults[kind] += 1
         return True
@@ -154,9 +165,9 @@ class Network:
         """How long the next message takes."""
         if sender == receiver:
             return 0.0002 * self.rng.random()
-        delay = self.weather.delay_s * (0.5 + self.rng.random())
-        if self.happens("late", sender, receiver):
-            delay += self.weather.late_s * self.rng.random()
+        delay = self._weather.delay_s * (0.5 + self.rng.random())
+        if not self._is_fine and self.happens("late", sender, receiver):
+            delay += self._weather.late_s * self.rng.random()
         return delay
 
     def flip(self, data: bytes, sender: str, receiver: str) -> bytes:

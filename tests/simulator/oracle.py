@@ -203,22 +203,23 @@ class Oracle:
 
     def check_moment(self, nodes: Iterable[SimNode]) -> None:
         """What must hold always, of the nodes where something happened."""
+        looked_at = epochs = 0
         for node in nodes:
-            store = node.store
-            if store is None or not node.is_up:
+            store, agent = node.store, node.agent
+            if store is None or agent is None or not agent.is_ready or not agent.process.alive:
                 continue
-            self.checked["the budget is never exceeded"] += 1
+            looked_at += 1
             used = store._used()
             if used > store._budget:
                 self.world.broken(f"node {node.name} uses {used} of {store._budget} bytes")
-            assert node.agent is not None
-            jobs = node.agent.core.jobs
-            for job, state in jobs._states.items():
-                self.checked["an epoch only grows"] += 1
+            for job, state in agent.core.jobs._states.items():
+                epochs += 1
                 before = node.epochs.get(job, 0)
                 if state.epoch < before:
                     self.world.broken(f"node {node.name} went from epoch {before} of {job} back to {state.epoch}")
                 node.epochs[job] = state.epoch
+        self.checked["the budget is never exceeded"] += looked_at
+        self.checked["an epoch only grows"] += epochs
 
     def check_plan(
         self, node: SimNode, job: str, plan: types_pb2.Plan, calm: bool, newest: ContainerVersion | None

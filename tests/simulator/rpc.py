@@ -19,7 +19,7 @@ from grpc.aio import EOF, AioRpcError, Metadata
 
 from replicator.v1 import types_pb2
 
-from .loop import Process
+from .loop import Handle, Process
 from .network import CONNECT_S, KEEPALIVE_S, Endpoint, Network
 from .rpc_server import Reply, encoded, serve
 
@@ -112,7 +112,7 @@ class SimCall:
         # A connection that lost something brings nothing that comes after it.
         self._is_lost = False
         self._cancelled = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Handle | None = None
 
     # -- the caller's side
 

@@ -104,7 +104,7 @@ class World:
         self.oracle = Oracle(self)
         self.deadline_s = self.rng.choice((3.0, 6.0))
         self.flipped: set[tuple[str, ObjectVersion]] = set()
-        self.lines: deque[str] = deque(maxlen=40)
+        self.lines: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=40)
         self._tell = tell
         self._disturbances = 0
         self._problem = ""
@@ -137,11 +137,11 @@ class World:
     # -- what others tell
 
     def trace(self, what: str, **facts: Any) -> None:
-        """One line of the event trace."""
-        line = f"{self.loop.time() - 1000:9.4f}  {what}" + "".join(f"  {key}={value}" for key, value in facts.items())
+        """One line of the event trace, which most runs never show."""
+        line = (self.loop.time(), what, facts)
         self.lines.append(line)
         if self._tell is not None:
-            self._tell(line)
+            self._tell(_told(*line))
 
     def broken(self, problem: str) -> None:
         """An invariant does not hold. The run ends at the end of this moment."""
@@ -216,8 +216,8 @@ class World:
             if node.agent.core.puller.running:
                 self.broken(f"node {node.name} still has {node.agent.core.puller.running} objects on their way")
 
-    def _moment(self, nodes: set[Any]) -> None:
-        self.oracle.check_moment(sorted((node for node in nodes if node is not None), key=lambda node: str(node.name)))
+    def _moment(self, nodes: list[Any]) -> None:
+        self.oracle.check_moment(nodes)
         if self._problem:
             raise BrokenError(self._problem)
 
@@ -242,6 +242,10 @@ class _Watch(logging.Handler):
             process = Process.current.get()
             who = process.name if process is not None else "-"
             self._world.trace(f"    {who} ({record.name.rpartition('.')[2]}): {record.getMessage()}", **extra)
+
+
+def _told(at: float, what: str, facts: dict[str, Any]) -> str:
+    return f"{at - 1000:9.4f}  {what}" + "".join(f"  {key}={value}" for key, value in facts.items())
 
 
 def _place(error: BaseException) -> str:
@@ -315,7 +319,7 @@ def run_seed(
             result.seconds = world.loop.time() - 1000
             result.restores = world.oracle.restores
             result.protected = sum(one.protected for one in world.oracle.containers.values())
-            result.trace = list(world.lines)
+            result.trace = [_told(*line) for line in world.lines]
             _take_down(world, root)
     finally:
         gc.enable()
