@@ -129,7 +129,8 @@ class Packer:
         def ended(done: asyncio.Task[None]) -> None:
             self._tasks.discard(done)
             error = None if done.cancelled() else done.exception()
-            if error is not None:
+            # One of ours, for instance of a disk without room for a single file, is told with each object.
+            if error is not None and not isinstance(error, ReplicatorError):
                 log.error("small objects could not be brought", exc_info=error)
             for one in wanted:
                 if one.is_open:

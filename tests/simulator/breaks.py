@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-from replicator.agent import commit, packed, retention, scrub
+from replicator.agent import commit, own_copies, packed, retention, scrub
 from replicator.agent.jobs import Jobs
-from replicator.decide.retention import Drop, RetentionView
+from replicator.decide.retention import Drop, RetentionView, plan_retention
+from replicator.decide.supersede import superseding
 from replicator.decide.types import recency
+from replicator.ids import ContainerVersion
 from replicator.store import reader
 from replicator.transfer import pull
 
@@ -82,12 +85,30 @@ def _drop_newest() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _model_supersedes() -> Iterator[None]:
+    """What makes older containers superfluous is asked without looking at whether a job can go on from it."""
+
+    def plan(views: list[RetentionView], keep_last: int, keep_every: int = 0) -> tuple[Drop, ...]:
+        alike = [dataclasses.replace(view, resumable=True) for view in views]
+        return plan_retention(alike, keep_last, keep_every)
+
+    def newer(version: ContainerVersion, resumable: bool, protected: Mapping[ContainerVersion, bool]) -> Any:
+        return superseding(version, True, dict.fromkeys(protected, True))
+
+    with (
+        mock.patch.object(retention, "plan_retention", plan),
+        mock.patch.object(retention, "superseding", newer),
+        mock.patch.object(commit, "superseding", newer),
+        mock.patch.object(own_copies, "superseding", newer),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _forget_epoch() -> Iterator[None]:
     """An epoch is what the last message said, also when it is an older one."""
 
     def believing(self: Any, job: str, epoch: int) -> None:
-        import dataclasses
-
         if epoch != self.epoch(job):
             self._put(dataclasses.replace(self._state(job), epoch=epoch, attempt=0))
 
@@ -106,6 +127,7 @@ BREAKS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "commit-before-ack": _commit_before_ack,
     "skip-crc": _skip_crc,
     "drop-newest": _drop_newest,
+    "model-supersedes": _model_supersedes,
     "forget-epoch": _forget_epoch,
     "blind-scrubber": _blind_scrubber,
 }

@@ -30,11 +30,16 @@ class Opened:
 
 @dataclass(frozen=True)
 class CommitAsked:
-    """From now on the container may become visible."""
+    """From now on the container may become visible.
+
+    Attributes:
+        resumable: a job can go on from it; not from the model alone, which nobody is promised.
+    """
 
     at: float
     version: ContainerVersion
     replicas: int
+    resumable: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ def _restore(event: Restored, history: History, asked: dict[ContainerVersion, Co
     if version is not None:
         if version not in asked or asked[version].at > event.end:
             yield f"{version} was restored, and never committed"
+        elif not asked[version].resumable:
+            yield f"{version} was restored, and is the model alone: no job goes on from it"
         if version.epoch > event.epoch:
             yield f"epoch {event.epoch} restored {version}, of a later one"
     if not event.calm:
@@ -132,8 +139,17 @@ def _restore(event: Restored, history: History, asked: dict[ContainerVersion, Co
 def newest_promised(
     history: History, begin: float, end: float, asked: dict[ContainerVersion, CommitAsked]
 ) -> ContainerVersion | None:
-    """The newest container protected before `begin`, unless more nodes than it survives were lost before `end`."""
-    protected = [event.version for event in history.events if isinstance(event, Protected) and event.at < begin]
+    """The newest container protected before `begin`, unless more nodes than it survives were lost before `end`.
+
+    Of those that a job can go on from: how many newer ones are the model alone makes no difference.
+    """
+    protected = [
+        event.version
+        for event in history.events
+        if isinstance(event, Protected)
+        and event.at < begin
+        and (event.version not in asked or asked[event.version].resumable)
+    ]
     newest = max(protected, key=recency, default=None)
     if newest is None or newest not in asked:
         return None

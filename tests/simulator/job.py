@@ -284,10 +284,11 @@ class Incarnation:
             world_size=len(self.ranks),
             created_unix_ms=0,
             entries=tuple(entries),
+            resumable=self.world.rng.random() >= self.job.model_only,
         )
         self.world.oracle.commit_asked(manifest)
         wait_protected = self.world.rng.random() < self.job.waits_protected
-        self.world.trace("commits", version=version)
+        self.world.trace("commits", version=version, resumable=manifest.resumable)
         try:
             event = await rank.commit(manifest, wait_protected, 2 * self.job.deadline_s)
         except StaleEpochError:
@@ -314,6 +315,8 @@ class SimJob:
         self.objects = rng.choice(((1,), (1, 2), (0, 1, 3)))
         self.pause_s = rng.choice((0.05, 0.5, 2.0))
         self.write_fails = rng.choice((0.0, 0.0, 0.02))
+        # How often a save is of the model alone, so that no job goes on from it.
+        self.model_only = rng.choice((0.0, 0.0, 0.5))
         self.all_look_up = rng.random() < 0.5
         self.waits_protected = rng.choice((0.0, 0.7, 1.0))
         # How often a rank of an incarnation that failed is not stopped.
@@ -336,7 +339,7 @@ class SimJob:
         oracle = self.world.oracle
         oracle.checked["a save is protected when all is well"] += 1
         self.pause_s, self.write_fails, self.objects, self.all_look_up = 0.01, 0.0, (1,), True
-        self.waits_protected = 1.0
+        self.waits_protected, self.model_only = 1.0, 0.0
         nodes = await self._wait_for_nodes()
         if len(nodes) < len(self.world.nodes):
             self.world.broken(f"of {len(self.world.nodes)} nodes only {len(nodes)} came up")

@@ -51,7 +51,7 @@ class Weather:
             reply_lost=odds(),
             duplicated=odds() * 2,
             cut=odds(),
-            flipped=odds(),
+            flipped=odds() * 4,
         )
 
 

@@ -37,6 +37,11 @@ class Container:
     committed: bool = False
     protected: bool = False
 
+    @property
+    def resumable(self) -> bool:
+        """Whether a job can go on from it: as long as nothing else was said, it can."""
+        return self.manifest is None or self.manifest.resumable
+
 
 class Oracle:
     """See the module."""
@@ -80,7 +85,10 @@ class Oracle:
     def commit_asked(self, manifest: Manifest) -> None:
         container = self.containers[manifest.version]
         container.manifest = manifest
-        self.history(manifest.version.container.job).add(CommitAsked(self._now, manifest.version, container.replicas))
+        asked = CommitAsked(self._now, manifest.version, container.replicas, manifest.resumable)
+        self.history(manifest.version.container.job).add(asked)
+        if not manifest.resumable:
+            self.world.faults["save of the model alone"] += 1
 
     def damaged(self, node: str, version: ContainerVersion) -> None:
         """A node lost something of a container, or has it with other bits."""
@@ -163,8 +171,9 @@ class Oracle:
         return True
 
     def newest_recoverable(self, job: str) -> ContainerVersion | None:
-        """Of all that exists, whoever can reach it."""
-        ordered = sorted((one for one in self.containers if one.container.job == job), key=recency, reverse=True)
+        """Of all that exists and that a job can go on from, whoever can reach it."""
+        of_job = (one for one, known in self.containers.items() if one.container.job == job and known.resumable)
+        ordered = sorted(of_job, key=recency, reverse=True)
         return next((version for version in ordered if self.is_recoverable(version)), None)
 
     def dropping(self, node: SimNode, version: ContainerVersion) -> Callable[[], None]:
@@ -175,6 +184,12 @@ class Oracle:
         container = self.containers.get(version)
         newer = [one for one in self.containers.values() if recency(one.version) > recency(version)]
         newer = [one for one in newer if one.version.container.job == job]
+        what = "newest"
+        if container is not None and container.resumable and any(not one.resumable for one in newer):
+            # None of them takes its place, however safe they are.
+            self.checked["the model alone never supersedes what a job can go on from"] += 1
+            newer = [one for one in newer if one.resumable]
+            what = "newest that a job can go on from, of those"
         was_recoverable = self.is_recoverable(version)
         # More was lost than any of the newer ones was to survive: what a node does not know it cannot act on.
         beyond = any(one.protected and len(one.damaged) > one.replicas for one in newer)
@@ -183,14 +198,14 @@ class Oracle:
             if not was_recoverable or self.is_recoverable(version) or beyond:
                 return
             if not any(self.is_recoverable(one.version) for one in newer):
-                self.world.broken(f"node {node.name} dropped {version}, the newest that could be restored")
+                self.world.broken(f"node {node.name} dropped {version}, the {what} that could be restored")
 
         self.checked["the newest committed and protected are never dropped"] += 1
         if container is not None and len(container.damaged) <= container.replicas:
             if container.protected and not any(map(self._is_protected, newer)):
-                self.world.broken(f"node {node.name} drops {version}, the newest protected")
+                self.world.broken(f"node {node.name} drops {version}, the {what} protected")
             elif container.committed and not any(map(self._is_committed, newer)):
-                self.world.broken(f"node {node.name} drops {version}, the newest committed")
+                self.world.broken(f"node {node.name} drops {version}, the {what} committed")
         return dropped
 
     def _is_protected(self, one: Container) -> bool:
@@ -232,6 +247,8 @@ class Oracle:
             if container is None or container.manifest is None:
                 self.world.broken(f"node {node.name} plans {found}, of which no commit was ever asked for")
                 return
+            if not container.resumable:
+                self.world.broken(f"node {node.name} plans {found}, which is the model alone")
             listed = {source.name for source in plan.sources}
             if listed != {entry.name for entry in container.manifest.entries}:
                 self.world.broken(f"node {node.name} plans {found} with other objects than its manifest lists")

@@ -25,6 +25,9 @@ SAVED: tuple[Event, ...] = (
 )
 
 
+MODEL: tuple[Event, ...] = (CommitAsked(6.0, version(3, attempt=3), 1, False), Protected(6.2, version(3, attempt=3)))
+
+
 def restored(
     one: ContainerVersion | None,
     *,
@@ -49,6 +52,8 @@ def restored(
         (CommitAsked(6.0, version(3, attempt=3), 1), restored(version(3, attempt=3))),
         (CommitAsked(6.0, version(3, attempt=3), 1), restored(NEW)),
         (Opened(9.0, 9.1, 2, 1, True), restored(NEW)),
+        # Newer and protected, but of the model alone.
+        (*MODEL, restored(NEW)),
     ],
 )
 def test_histories_that_can_be(then: tuple[Event, ...]) -> None:
@@ -63,6 +68,8 @@ def test_histories_that_can_be(then: tuple[Event, ...]) -> None:
         ((Damaged(4.0, NEW, "a"), restored(OLD)), "newer, was protected"),
         # Lost after it was restored.
         ((restored(OLD), Damaged(12.0, NEW, "a"), Damaged(12.0, NEW, "b")), "newer, was protected"),
+        ((*MODEL, restored(version(3, attempt=3))), "model alone"),
+        ((*MODEL, restored(OLD)), "newer, was protected"),
         ((restored(version(9, attempt=9)),), "never committed"),
         ((restored(version(9, attempt=9), calm=False),), "never committed"),
         ((restored(NEW, wrong=("shard-0",)),), "other bytes"),

@@ -49,7 +49,7 @@ def test_a_seed_is_a_run() -> None:
 
 @pytest.mark.parametrize("name", sorted(BREAKS))
 def test_what_is_broken_on_purpose_is_noticed(name: str) -> None:
-    problems = (run_seed(seed, name).problem for seed in range(1, 80))
+    problems = (run_seed(seed, name).problem for seed in range(1, 51))
     assert next(filter(None, problems), "") != ""
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from replicator.decide.types import Manifest
-from replicator.ids import CheckpointContainerId
+from replicator.ids import CheckpointContainerId, ContainerVersion
 
 from .faults import Faults
 from .history import Restored
@@ -129,3 +129,49 @@ def test_saves_that_failed_are_dropped_once_however_often_nodes_are_told_of_them
             assert 0 < counters.get("containers_dropped") == counters.get("containers_abandoned") <= 6
 
     tell(story, Shape(nodes=2))
+
+
+def test_a_node_whose_disk_is_full_before_it_ever_took_a_copy_says_so_and_takes_the_next_ones() -> None:
+    """It could not make the file that says it is alive, and logged its own trace as if nobody had thought of that."""
+
+    async def story(world: World) -> None:
+        full, job = world.nodes[1], world.jobs[0]
+        job.objects, job.write_fails, job.model_only, job.waits_protected = (1,), 0.0, 0.0, 1.0
+        await start(world)
+        begun = world.oracle.begun
+
+        def fill(version: ContainerVersion, members: Iterable[str], replicas: int) -> None:
+            full.full = True
+            begun(version, members, replicas)
+
+        world.oracle.begun = fill  # type: ignore[method-assign]
+        await run(world, world.nodes, 1)
+        world.oracle.begun = begun  # type: ignore[method-assign]
+        assert world.faults["disk full"] > 1
+        full.full = False
+        await run(world, world.nodes, 1)
+        assert [one.protected for one in world.oracle.containers.values()] == [False, True]
+
+    tell(story, Shape(nodes=2))
+
+
+def test_saves_of_the_model_alone_supersede_each_other_and_never_what_a_job_goes_on_from() -> None:
+    """F43: with room for one checkpoint kept, the last saves of a run would have driven out the one to go on from."""
+
+    async def story(world: World) -> None:
+        job = world.jobs[0]
+        job.objects, job.write_fails, job.model_only, job.waits_protected = (1,), 0.0, 0.0, 1.0
+        await start(world)
+        await run(world, world.nodes, 1)
+        job.model_only = 1.0
+        restored = await run(world, world.nodes, 3)
+        assert restored.version is not None
+        await asyncio.sleep(world.deadline_s)
+        for node in world.nodes:
+            assert node.store is not None
+            assert [version.container.step for version in sorted(node.store.versions())] == [0, 3]
+        again = await run(world, world.nodes, 0)
+        assert again.version == restored.version
+        assert world.oracle.checked["the model alone never supersedes what a job can go on from"] == 0
+
+    tell(story, Shape(nodes=2, keep_last=1))
