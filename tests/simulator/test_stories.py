@@ -136,7 +136,7 @@ def test_a_node_whose_disk_is_full_before_it_ever_took_a_copy_says_so_and_takes_
 
     async def story(world: World) -> None:
         full, job = world.nodes[1], world.jobs[0]
-        job.objects, job.write_fails, job.model_only, job.waits_protected = (1,), 0.0, 0.0, 1.0
+        job.objects, job.write_fails, job.model_only, job.waits_protected = (3,), 0.0, 0.0, 1.0
         await start(world)
         begun = world.oracle.begun
 
