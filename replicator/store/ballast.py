@@ -26,14 +26,16 @@ class Ballast:
         """Keep back the whole amount again, when that is little of what is free."""
         if self._size() >= BALLAST_BYTES or free_bytes(self._path.parent) < _LEAVE_FREE:
             return
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, BALLAST_BYTES)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, BALLAST_BYTES)
+            finally:
+                os.close(fd)
         except OSError as error:
+            # Also where there is room, and no inode is left.
             if not is_full(error):
                 raise
-        finally:
-            os.close(fd)
 
     def give_up(self, wanted: int) -> bool:
         """Hand `wanted` bytes, in whole pages, to the file system. Whether there was anything left."""

@@ -111,6 +111,24 @@ def test_a_commit_gets_the_room_that_the_store_can_give_up(small: StorePaths) ->
     opened.close()
 
 
+def test_a_store_starts_where_not_one_file_more_can_be_made(small: StorePaths) -> None:
+    """F22: what it keeps back for its records is made as soon as there is a name for it."""
+    opened = Store(small, 14 * MIB)
+    foreign = small.root.parent / "foreign"
+    foreign.mkdir()
+    with contextlib.suppress(OSError):
+        for number in range(100):
+            (foreign / str(number)).touch()
+    assert len(list(foreign.iterdir())) < 64
+    opened.rebuild()
+    opened.drop(version(9))
+    assert not small.ballast.exists()
+    shutil.rmtree(foreign)
+    opened.drop(version(9))
+    assert small.ballast.stat().st_size == BALLAST_BYTES
+    opened.close()
+
+
 def test_file_names_are_had_from_what_is_superseded(small: StorePaths) -> None:
     """Bytes there are enough of; and neither a segment nor a name for what is in it is refused."""
     opened = Store(small, 14 * MIB)
