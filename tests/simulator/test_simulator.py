@@ -14,7 +14,7 @@ from .world import run_seed
 
 SOURCE = Path(__file__).parents[2]
 # Of each run of CI; `make simulate` runs as many as one wants.
-SEEDS = 120
+SEEDS = 90
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
