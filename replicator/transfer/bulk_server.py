@@ -30,7 +30,7 @@ from replicator.transfer import bulk_http, bulk_response
 from replicator.transfer.bulk_http import RefusedError
 from replicator.transfer.bulk_response import OpenObject
 from replicator.transfer.serve_limit import PacedSocket, ServeLimit
-from replicator.transfer.sockets import check_congestion, tune
+from replicator.transfer.sockets import check_congestion, listen, tune
 
 _BACKLOG = 256
 _READ_BYTES = 4096
@@ -133,10 +133,7 @@ class BulkServer:
             ConfigError: the address cannot be bound.
         """
         try:
-            family, _, _, _, where = socket.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            self._listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+            self._listener = listen(self._host, self._port, _BACKLOG, self._congestion)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._host} port {self._port} for the bulk lane: {error.strerror or error}; "
@@ -214,7 +211,7 @@ class BulkServer:
             return
         sock.setblocking(True)
         try:
-            tune(sock, self._limits.send_s, self._congestion)
+            tune(sock, self._limits.send_s)
             bulk_response.set_send_timeout(sock, self._limits.send_s)
         except OSError:
             sock.close()

@@ -436,3 +436,22 @@ def test_the_port_is_free_again_at_once(serve: Serve) -> None:
 def test_an_unknown_congestion_control() -> None:
     with pytest.raises(ConfigError, match="no-such-algorithm"):
         BulkServer("127.0.0.1", 0, lambda ticket: None, congestion="no-such-algorithm")  # type: ignore[arg-type, return-value]
+
+
+def test_connections_have_the_congestion_control_from_the_start(peer: Peer) -> None:
+    """One that began with bbr would stay paced: the listener has it, and what it accepts."""
+    server = BulkServer("127.0.0.1", 0, peer.open_by_ticket, congestion="reno")
+    server.start()
+    try:
+        with socket.create_connection(server.address):
+            deadline = time.monotonic() + 5
+            while not server._waiting:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            (accepted,) = server._waiting
+            assert server._listener is not None
+            for sock in (server._listener, accepted.sock):
+                name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                assert name.rstrip(b"\0") == b"reno"
+    finally:
+        server.stop()
