@@ -290,7 +290,8 @@ class Committer:
         if not entry.committed or entry.missing_owners() or self._store.is_protected(version):
             return
         reach("protect.marking")
-        self._store.mark_protected(version)
+        if not self._store.mark_protected(version):
+            return  # dropped, for a newer one was protected before this one was committed everywhere
         reach("protect.marked")
         self._counters.add("containers_protected")
         log.info("container protected", extra=fields(version))
@@ -363,8 +364,7 @@ class Committer:
                 f"{version} is coordinated by {manifest.coordinator_node_id}, so {sender.node.node_id} cannot say "
                 "that it is protected"
             )
-        if not self._store.is_protected(version):
-            self._store.mark_protected(version)
+        if not self._store.is_protected(version) and self._store.mark_protected(version):
             reach("protect.received")
             log.info("container protected", extra=fields(version, coordinator=sender.node.node_id))
         self._background.spawn("superseded", version, self._superseded(version))

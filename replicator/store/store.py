@@ -546,17 +546,21 @@ class Store:
         with self._lock:
             return self._index.manifest(version)
 
-    def mark_protected(self, version: ContainerVersion) -> None:
-        """Raises StoreError for a version that is not committed here, StoreFullError when there is no room."""
+    def mark_protected(self, version: ContainerVersion) -> bool:
+        """Whether it is protected now: not when it is not committed here, or was dropped since the caller looked.
 
-        def change() -> None:
+        Raises StoreFullError when there is no room.
+        """
+
+        def change() -> bool:
             if self._index.manifest(version) is None:
-                raise StoreError(f"{version} is not committed on this node, so it cannot be protected")
+                return False
             if not self._index.is_protected(version):
                 self._records.mark_protected(version)
                 self._index.set_protected(version)
+            return True
 
-        self._with_room(f"the mark of {version}", 0, change)
+        return self._with_room(f"the mark of {version}", 0, change)
 
     def is_protected(self, version: ContainerVersion) -> bool:
         with self._lock:

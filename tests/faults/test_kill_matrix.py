@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fault_kills import Case, Matrix, all_cases
@@ -37,3 +40,13 @@ def test_the_matrix_has_every_point() -> None:
     assert {case.point for case in cases} == set(POINTS)
     assert len({case.name for case in cases}) == len(cases)
     assert set(QUICK) <= set(cases)
+
+
+def test_the_command_starts_by_itself() -> None:
+    """It finds what the tests share without pytest."""
+    top = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults", "--list"], cwd=top, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) >= {case.name for case in all_cases()}

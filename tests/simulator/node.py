@@ -43,9 +43,11 @@ class WatchedStore(Store):
 
     on_protected: Callable[[ContainerVersion], None] = staticmethod(lambda version: None)
 
-    def mark_protected(self, version: ContainerVersion) -> None:
-        super().mark_protected(version)
-        self.on_protected(version)
+    def mark_protected(self, version: ContainerVersion) -> bool:
+        is_protected = super().mark_protected(version)
+        if is_protected:
+            self.on_protected(version)
+        return is_protected
 
     def drop(self, version: ContainerVersion) -> int:
         dropped = self.on_drop(version)

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 from store_support import Trainer, bytes_on_disk, version
 
-from replicator.errors import ObjectExistsError, SegmentError, StoreError, StoreFullError
+from replicator.errors import ObjectExistsError, SegmentError, StoreFullError
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import block_crcs, combine_blocks, crc32c
 from replicator.store import Store
@@ -315,11 +315,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(container=VERSIONS)
     def protect(self, container: ContainerVersion) -> None:
-        try:
-            self.store.mark_protected(container)
-        except StoreError:
-            assert container not in self.manifests
-        else:
+        is_protected = self.store.mark_protected(container)
+        assert is_protected == (container in self.manifests)
+        if is_protected:
             self.protected.add(container)
 
     @rule()

@@ -46,9 +46,9 @@ def test_manifests_marks_and_jobs_survive(store: Store) -> None:
         store.put_manifest(version(), b"other", crc32c(b"other"))
     with pytest.raises(CorruptObjectError, match="checksum"):
         store.put_manifest(version(2), b"other", 1)
-    with pytest.raises(StoreError, match="not committed"):
-        store.mark_protected(version(9))
-    store.mark_protected(version())
+    assert not store.mark_protected(version(9))
+    assert not store.is_protected(version(9))
+    assert store.mark_protected(version())
     again = reopened(store)
     assert again.manifest(version()) == b"manifest"
     assert again.is_protected(version())
