@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -107,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.error("--runs and --connections must be 1 or more, --size 64K or more")
     if not options.dir.is_dir() or machine.filesystem_of(options.dir) != "tmpfs":
         arguments.error(f"--dir must be a directory on a tmpfs, found {options.dir}")
+    for file in (options.json, options.markdown):
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            arguments.error(f"--json and --markdown must be files that can be written, found {file}")
     settings = settings_from(options)
     names = options.only or [name for name in MEASUREMENTS if not options.quick or name in QUICK]
     started = time.monotonic()

@@ -121,13 +121,13 @@ def copy_parts(
         The checksums of the blocks that are complete, and that of the bytes after them (0 when there are none).
 
     Raises:
-        ValueError: a target is shorter than its source.
+        ValueError: a target is shorter than its source, or a part is not a pair.
         BufferError: a buffer is not contiguous, or a target is read-only.
     """
     _check_prefix(prefix_size, block_size)
     if threads < 1:
         raise ValueError(f"threads: expected 1 or more, found {threads}")
-    return _copy_parts(list(parts), block_size, prefix_crc, prefix_size, threads)
+    return _copy_parts([(target, source) for target, source in parts], block_size, prefix_crc, prefix_size, threads)
 
 
 def block_crcs(buffer: ReadableBuffer, block_size: int = BLOCK_SIZE) -> list[int]:

@@ -25,6 +25,10 @@ from replicator.store.trailer import PAGE
 MAX_KEPT = 256
 """Mappings that a process keeps; each takes a descriptor."""
 
+# Smaller ones hold little memory: it is looked for those of them that were removed in one call of so many.
+_LARGE_BYTES = 64 << 10
+_CALLS_PER_LOOK = 32
+
 # At most an eighth is wasted.
 _MIN_HUGE_BYTES = 8 * HUGE_PAGE
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
@@ -171,6 +175,7 @@ class MappingCache:
         self._paths = paths
         self._mapped: dict[int, MappedSegment] = {}
         self._lock = threading.Lock()
+        self._calls = 0
 
     def get(self, name: str, inode: int, capacity: int) -> MappedSegment:
         """The mapping of a segment of `capacity` bytes that was reserved for this process; made when there is none.
@@ -216,8 +221,10 @@ class MappingCache:
             return sum(mapped.capacity for mapped in self._mapped.values())
 
     def _drop_unlinked(self) -> None:
+        self._calls += 1
+        all_of_them = self._calls % _CALLS_PER_LOOK == 0
         for inode, mapped in list(self._mapped.items()):
-            if not mapped.is_linked:
+            if (all_of_them or mapped.capacity >= _LARGE_BYTES) and not mapped.is_linked:
                 del self._mapped[inode]
 
     def close(self) -> None:

@@ -39,6 +39,14 @@ def test_an_unknown_measurement_is_a_usage_error() -> None:
     assert "found 'nonsense'" in done.stderr
 
 
+def test_results_that_could_not_be_written_are_a_usage_error(tmp_path: Path) -> None:
+    """Found before the measurements, which take minutes."""
+    for option in ("--json", "--markdown"):
+        done = run("--only", "limits", option, str(tmp_path / "missing" / "out"), *TINY)
+        assert done.returncode == EXIT_USAGE
+        assert "missing/out" in done.stderr
+
+
 def test_limits_give_valid_json_that_is_not_called_a_valid_result(shm_root: Path) -> None:
     """One run of a few microseconds is no measurement, and the command says so."""
     file = shm_root / "out.json"

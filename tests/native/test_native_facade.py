@@ -26,3 +26,9 @@ def test_the_fallback_says_why(native: ModuleType) -> None:
 def test_same_number_of_arguments(name: str) -> None:
     expected = len(inspect.signature(getattr(_fallback, name)).parameters)
     assert getattr(_native, name).__doc__.split(")")[0].count(": ") == expected
+
+
+def test_a_part_that_is_no_pair_is_an_error() -> None:
+    """The native core takes the second item of what it is given."""
+    with pytest.raises(ValueError, match="unpack"):
+        native.copy_parts([(None,)])  # type: ignore[list-item]

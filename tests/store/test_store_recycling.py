@@ -204,6 +204,17 @@ def test_a_process_lets_go_of_what_was_removed(store: Store, trainer: Trainer) -
     assert 60 * MIB < trainer.mappings.mapped_bytes() < 61 * MIB
 
 
+def test_small_mappings_of_removed_files_go_after_a_bounded_number_of_calls(store: Store, trainer: Trainer) -> None:
+    """F24, without a look at each of hundreds of mappings for every small object."""
+    got = [store.reserve(trainer.client_id, PAGE) for _ in range(2)]
+    mappings = MappingCache(store.paths)
+    mappings.get(got[0].segment, got[0].inode, PAGE)
+    store.paths.segment(got[0].segment).unlink()
+    for _ in range(32):
+        mappings.get(got[1].segment, got[1].inode, PAGE)
+    assert mappings.mapped_bytes() == got[1].capacity
+
+
 def test_a_reader_that_waits_for_the_recycler_finds_nothing(store: Store, trainer: Trainer) -> None:
     """Between its open and its lock the file became a free segment."""
     one = version().object("a")
