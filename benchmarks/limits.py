@@ -140,14 +140,13 @@ def small_files(name: str, directory: Path, count: int, size: int) -> Single:
 
 
 class TcpSenderRole(Role):
-    """Serves one tmpfs file with `sendfile`: each connection says its range in a line, then gets it."""
+    """Serves tmpfs files with `sendfile`: each connection says in a line which file and range, then gets it."""
 
-    def __init__(self, directory: str, size: int, congestion: str = "") -> None:
-        self._fd, path = tempfile.mkstemp(prefix="replicator-limit-", dir=directory)
-        os.unlink(path)
-        os.posix_fallocate(self._fd, 0, size)
-        with mmap.mmap(self._fd, size) as area:
-            fault_in(area)
+    def __init__(self, directory: str, size: int, congestion: str = "", files: int = 1) -> None:
+        self._fds = [nameless_file(directory, size) for _ in range(files)]
+        for fd in self._fds:
+            with mmap.mmap(fd, size) as area:
+                fault_in(area)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=16)
         if congestion:
             self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
@@ -165,33 +164,42 @@ class TcpSenderRole(Role):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection, connection.makefile("rb") as requests:
             for line in requests:
-                start, end = map(int, line.split())
+                file, start, end = map(int, line.split())
                 while start < end:
-                    start += os.sendfile(connection.fileno(), self._fd, start, min(end - start, SEND_RANGE))
+                    start += os.sendfile(connection.fileno(), self._fds[file], start, min(end - start, SEND_RANGE))
 
 
 class TcpReceiverRole(Role):
-    """Receives the file over kept connections straight into its own mapped tmpfs file."""
+    """Receives a file over kept connections straight into a mapped tmpfs file of its own."""
 
     def __init__(
-        self, directory: str, size: int, port: int, connections: int, recycled: bool = True, congestion: str = ""
+        self,
+        directory: str,
+        size: int,
+        port: int,
+        connections: int,
+        recycled: bool = True,
+        congestion: str = "",
+        files: int = 1,
     ) -> None:
         self._directory, self._size = directory, size
-        self._file = mapped_file(directory, size, faulted=True) if recycled else None
+        self._files = [mapped_file(directory, size, faulted=True) for _ in range(files)] if recycled else []
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
         for connection in self._sockets:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if congestion:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
 
-    def run(self) -> float:
-        """Seconds from the request to the last byte."""
-        area = self._file or mapped_file(self._directory, self._size, faulted=False)
+    def run(self, file: int = 0) -> float:
+        """Seconds from the request to the last byte of one of the files, into the one of that number here."""
+        area = self._files[file] if self._files else mapped_file(self._directory, self._size, faulted=False)
         view = memoryview(area)
         share = -(-self._size // len(self._sockets))
         start = time.perf_counter()
         threads = [
-            threading.Thread(target=_receive, args=(connection, view, i * share, min((i + 1) * share, self._size)))
+            threading.Thread(
+                target=_receive, args=(connection, view, file, i * share, min((i + 1) * share, self._size))
+            )
             for i, connection in enumerate(self._sockets)
         ]
         for thread in threads:
@@ -201,8 +209,8 @@ class TcpReceiverRole(Role):
         return time.perf_counter() - start
 
 
-def _receive(connection: socket.socket, view: memoryview, start: int, end: int) -> None:
-    connection.sendall(b"%d %d\n" % (start, end))
+def _receive(connection: socket.socket, view: memoryview, file: int, start: int, end: int) -> None:
+    connection.sendall(b"%d %d %d\n" % (file, start, end))
     while start < end:
         count = connection.recv_into(view[start : min(end, start + RECEIVE_WINDOW)])
         if not count:
@@ -211,13 +219,25 @@ def _receive(connection: socket.socket, view: memoryview, start: int, end: int) 
 
 
 class Tcp:
-    """Contender: raw TCP over loopback between two processes, tmpfs to tmpfs, no checksum."""
+    """Contender: raw TCP over loopback between two processes, tmpfs to tmpfs, no checksum.
+
+    Args:
+        recycled: into memory that was written before.
+        files: so many on either side; `run` moves the first one, see `InTurn`.
+    """
 
     def __init__(
-        self, name: str, directory: Path, size: int, connections: int, congestion: str = "", recycled: bool = True
+        self,
+        name: str,
+        directory: Path,
+        size: int,
+        connections: int,
+        congestion: str = "",
+        recycled: bool = True,
+        files: int = 1,
     ) -> None:
-        self.name = name
-        common = {"directory": str(directory), "size": size, "congestion": congestion}
+        self.name, self.files = name, files
+        common = {"directory": str(directory), "size": size, "congestion": congestion, "files": files}
         self._sender = Worker("benchmarks.limits:TcpSenderRole", common)
         try:
             port = self._sender.call("port")
@@ -236,9 +256,34 @@ class Tcp:
     def prepare(self) -> None:
         return
 
-    def run(self) -> float:
-        return float(self._receiver.call("run"))
+    def run(self, file: int = 0) -> float:
+        return float(self._receiver.call("run", file=file))
 
     def close(self) -> None:
         self._receiver.close()
         self._sender.close()
+
+
+class InTurn:
+    """Contender: the raw TCP of another one, over all of its files in turn, as checkpoints use their segments.
+
+    Memory that was not used for some seconds may be slower, on a shared host above all.
+    """
+
+    def __init__(self, name: str, tcp: Tcp) -> None:
+        self.name = name
+        self._tcp, self._next = tcp, 0
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        return self._tcp.processes
+
+    def prepare(self) -> None:
+        return
+
+    def run(self) -> float:
+        self._next = (self._next + 1) % self._tcp.files
+        return self._tcp.run(self._next)
+
+    def close(self) -> None:
+        return

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.harness import Series, Settings, closing_all, combine_validity, measure, rate_result
-from benchmarks.limits import Tcp
+from benchmarks.limits import InTurn, Tcp
 from benchmarks.peers.registry import TRANSFER_PEERS, Peers, start_transfer_peers, title
 from benchmarks.product import Pull, Trainer
 from benchmarks.results import Bar, Result, ratio_at_least, value_at_most
 
 PEER_BARS: dict[str, Bar] = {"mooncake": ratio_at_least(2.0), "nixl": ratio_at_least(2.0)}
+SEGMENTS_IN_TURN = 3
+"""Of one object that is saved again and again with one checkpoint kept: it, the next one, and what is written again."""
 
 
 def measure_replicate(settings: Settings) -> list[Result]:
@@ -45,12 +47,17 @@ def measure_pull(settings: Settings) -> list[Result]:
     size = settings.size
     with closing_all() as contenders:
         pull = Pull("our pull", settings, size)
-        contenders += [
-            Tcp(_raw_name(settings), settings.directory, size, settings.connections, settings.congestion),
-            pull,
-        ]
+        tcp = Tcp(
+            _raw_name(settings),
+            settings.directory,
+            size,
+            settings.connections,
+            settings.congestion,
+            files=SEGMENTS_IN_TURN,
+        )
+        contenders += [tcp, InTurn(f"the same over {SEGMENTS_IN_TURN} segments in turn", tcp), pull]
         series = measure(contenders, settings)
-    raw, own = (series[contender.name] for contender in contenders)
+    raw, in_turn, own = (series[contender.name] for contender in contenders)
     return [
         rate_result(
             "pull_warm",
@@ -59,7 +66,8 @@ def measure_pull(settings: Settings) -> list[Result]:
             own,
             raw,
             bar=ratio_at_least(0.85),
-        )
+        ),
+        rate_result("pull_warm_in_turn", "the same, against as many segments in use", size, own, in_turn),
     ]
 
 

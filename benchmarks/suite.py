@@ -39,7 +39,7 @@ SIZES_IN_MEMORY: Mapping[str, float] = {
     "save": 11,
     "first_save": 8,
     "replicate": 11.5,
-    "pull": 9,
+    "pull": 13,
     "load": 10,
     "restore": 10,
     "small": 0,
