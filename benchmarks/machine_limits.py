@@ -18,18 +18,25 @@ def measure_limits(settings: Settings) -> list[Result]:
         copies += [
             once,
             Sibling("memcpy by 2 threads into a mapped recycled segment", once, threads=2),
-            Sibling("memcpy into a fresh file", once, fresh=True),
-            Sibling("memcpy by 2 threads into a fresh file", once, threads=2, fresh=True),
         ]
+        names = ["memcpy", "memcpy_2"]
+        if not settings.quick:
+            copies += [
+                Sibling("memcpy into a fresh file", once, fresh=True),
+                Sibling("memcpy by 2 threads into a fresh file", once, threads=2, fresh=True),
+            ]
+            names += ["memcpy_fresh", "memcpy_2_fresh"]
         series = measure(copies, settings)
     with closing_all() as contenders:
         contenders += [
             Tcp("raw TCP, 1 connection", directory, size, 1, congestion),
             Tcp(tcp, directory, size, 2, congestion),
-            Tcp(f"{tcp}, into a fresh file", directory, size, 2, congestion, recycled=False),
         ]
-        names = ["memcpy", "memcpy_2", "memcpy_fresh", "memcpy_2_fresh", "tcp_1", "tcp_2", "tcp_2_fresh"]
-        if congestion:
+        names += ["tcp_1", "tcp_2"]
+        if not settings.quick:
+            contenders.append(Tcp(f"{tcp}, into a fresh file", directory, size, 2, congestion, recycled=False))
+            names.append("tcp_2_fresh")
+        if congestion and not settings.quick:
             contenders.append(Tcp(f"{tcp}, the system's congestion control", directory, size, 2))
             names.append("tcp_2_system")
         series.update(measure(contenders, settings))

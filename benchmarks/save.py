@@ -23,42 +23,43 @@ def measure_save(settings: Settings) -> list[Result]:
         # One trainer after the other: each keeps the segments of three checkpoints.
         with closing_all() as contenders:
             contenders.append(Trainer("our save", ROLE, settings, size=size, replicas=0))
-            by_one: list[Contender] = [
-                memcpy_once,
-                stock_once,
-                stock_by_2,
-                *contenders,
-                Sibling("torch.save", stock_once, way="torch.save"),
-            ]
+            by_one: list[Contender] = [memcpy_once, stock_once, stock_by_2, *contenders]
+            if not settings.quick:
+                by_one.append(Sibling("torch.save", stock_once, way="torch.save"))
             series = measure(by_one, settings)
-            memcpy, stock, stock2, own, plain = (series[contender.name] for contender in by_one)
+            memcpy, stock, stock2, own, *plain = (series[contender.name] for contender in by_one)
+        fastest_stock = min((stock, stock2), key=lambda one: one.median_s or float("inf"))
+        rows = [
+            rate_result(
+                "save_steady",
+                "save, steady state, CRC included: tensors to sealed objects",
+                size,
+                own.span("sealed"),
+                memcpy,
+                bar=ratio_at_least(1.0),
+            ),
+            rate_result(
+                "save_vs_dcp",
+                "whole dcp.save, steady state, against stock DCP",
+                size,
+                own,
+                fastest_stock,
+                limit_name=f"{fastest_stock.name} (the faster one)",
+                bar=ratio_at_least(4.0),
+            ),
+            *(rate_result("save_vs_torch_save", "whole dcp.save against torch.save", size, own, one) for one in plain),
+        ]
+        if settings.quick:
+            return rows
         with closing_all() as contenders:
             contenders.append(Trainer("our save, 2 threads", ROLE, settings, size=size, replicas=0, threads=2))
             by_2: list[Contender] = [Sibling("memcpy by 2 threads", memcpy_once, threads=2), *contenders, stock_by_2]
             series = measure(by_2, settings)
             memcpy2, own2, stock_beside_2 = (series[contender.name] for contender in by_2)
-    fastest_stock = min((stock, stock2), key=lambda one: one.median_s or float("inf"))
     return [
-        rate_result(
-            "save_steady",
-            "save, steady state, CRC included: tensors to sealed objects",
-            size,
-            own.span("sealed"),
-            memcpy,
-            bar=ratio_at_least(1.0),
-        ),
+        *rows,
         rate_result("save_steady_2_threads", "the same by 2 threads", size, own2.span("sealed"), memcpy2),
-        rate_result(
-            "save_vs_dcp",
-            "whole dcp.save, steady state, against stock DCP",
-            size,
-            own,
-            fastest_stock,
-            limit_name=f"{fastest_stock.name} (the faster one)",
-            bar=ratio_at_least(4.0),
-        ),
         rate_result("save_vs_dcp_2_threads", "whole dcp.save, both by 2 threads", size, own2, stock_beside_2),
-        rate_result("save_vs_torch_save", "whole dcp.save against torch.save", size, own, plain),
     ]
 
 

@@ -75,7 +75,9 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            ready = select.poll()
+            ready.register(self._status, select.POLLIN)
+            if not ready.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0)
             self.returncode = int(os.read(self._status, 32))
             os.close(self._status)

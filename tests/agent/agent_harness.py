@@ -103,7 +103,17 @@ class AgentProcess:
         return str(self.record["socket"])
 
     def signal(self, number: int) -> None:
+        """With SIGSTOP: nothing in it runs any more when this returns."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            wait_until(self._is_stopped, f"process {self.process.pid} to stop")
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        try:
+            return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        except FileNotFoundError:  # a thread ended before
+            return False
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit status, once all its output is read."""
