@@ -68,6 +68,13 @@ class Forked:
         except ProcessLookupError:
             self._process = None
 
+    def __del__(self) -> None:
+        """Of one that nobody waited for."""
+        if self.returncode is None:
+            os.close(self._status)
+            if self._process is not None:
+                os.close(self._process)
+
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import time
 import traceback
@@ -112,9 +113,9 @@ def kill(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGKILL)
-        import select
-
-        assert select.select([descriptor], [], [], 10)[0], f"process {pid} did not end"
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        assert ended.poll(10_000), f"process {pid} did not end"
     finally:
         os.close(descriptor)
 

@@ -30,6 +30,7 @@ from replicator.errors import (
     DeadlineExceededError,
     NodeDrainingError,
     ObjectExistsError,
+    PeerUnavailableError,
     ReplicationError,
     ReplicatorError,
     TransferError,
@@ -44,7 +45,10 @@ MAX_PULLS = 4
 # Of copies that replace lost ones, beside those: a node that comes back empty is filled no faster (F20).
 MAX_BACKGROUND_PULLS = 2
 MAX_QUEUED_EVENTS = 1024
+RESTART_S = 3.0
+"""So long an agent may take that is started again, while a trainer wants what it holds."""
 _PROGRESS_S = 0.25
+_ASK_AGAIN_S = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +271,7 @@ class Puller:
             if await self._landing.is_sound(one, source.size, source.crc32c):
                 event.was_local = True
             else:
-                taken = await self._fetch(one, source, deadline_s, active)
+                taken = await self._fetch_patiently(one, source, deadline_s, active)
                 event.source_node_id, event.lane = taken.node_id, taken.lane
             event.done, event.bytes_done = True, source.size
         except Exception as error:
@@ -278,6 +282,21 @@ class Puller:
         finally:
             active.pop(source.name, None)
         await events.put(event)
+
+    async def _fetch_patiently(
+        self, one: ObjectVersion, source: ObjectSource, deadline_s: float, active: dict[str, Taking]
+    ) -> Taken:
+        """A holder whose agent is just being started again is asked again: else a restore would fail for it."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(RESTART_S, deadline_s)
+        while True:
+            try:
+                return await self._fetch(one, source, deadline_s, active)
+            except (PeerUnavailableError, TransferError) as error:
+                if isinstance(error, TransferStalledError) or loop.time() + _ASK_AGAIN_S >= end:
+                    raise
+                log.info("an object is asked for again", extra=fields(one, reason=error))
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _fetch(
         self,

@@ -13,7 +13,7 @@ from replicator.agent.sources import Opener, failure_of
 from replicator.agent.takings import Outcomes, Taken, Taking, Takings, outcome_of
 from replicator.checksum import BLOCK_SIZE
 from replicator.decide.types import ObjectSource
-from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError, to_wire
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, PeerUnavailableError, ReplicatorError, to_wire
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store import Store
@@ -78,7 +78,7 @@ class SmallRetrieval:
                 own.append((source, wanted))
         self._packer.bring(self._errand(version, own, deadline_s), [wanted for _, wanted in own])
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._tell_outcomes(own, active, events))
+            group.create_task(self._tell_outcomes(own, active, events, alone))
             for source in others:
                 group.create_task(_run(alone(source)))
             for source, reason in failed:
@@ -114,9 +114,15 @@ class SmallRetrieval:
         )
 
     async def _tell_outcomes(
-        self, own: Sequence[tuple[ObjectSource, Wanted]], active: dict[str, Taking], events: Events
+        self,
+        own: Sequence[tuple[ObjectSource, Wanted]],
+        active: dict[str, Taking],
+        events: Events,
+        alone: Callable[[ObjectSource], Awaitable[None]],
     ) -> None:
+        """Those whose holders cannot be reached are brought by themselves: that is tried for longer."""
         outcomes: Outcomes[ObjectSource] = Outcomes()
+        again: list[ObjectSource] = []
         for source, wanted in own:
             wanted.taking.users += 1
             active[source.name] = wanted.taking
@@ -129,6 +135,8 @@ class SmallRetrieval:
                     try:
                         taken = outcome_of(taking)
                         done.setdefault((taken.node_id, taken.lane), []).append(source.name)
+                    except PeerUnavailableError:
+                        again.append(source)
                     except Exception as error:
                         await events.put(_failure(source, error))
                 for (node_id, lane), names in done.items():
@@ -137,6 +145,9 @@ class SmallRetrieval:
             for source, wanted in own:
                 active.pop(source.name, None)
                 wanted.taking.leave()
+        async with asyncio.TaskGroup() as group:
+            for source in again:
+                group.create_task(_run(alone(source)))
 
     # -- what is here
 

@@ -106,7 +106,8 @@ def test_lost_copies_are_made_no_faster_than_the_limit(shared_four: Cluster) -> 
     assert (last.done, last.objects_left) == (True, 0), last
     moved = node.counter("bytes_healed") - healed
     assert moved >= 32 * MIB, "the node that is drained sent all of it"
-    assert moved / took_s < 1.2 * HEAL_MIB_PER_S * MIB
+    # What the burst of a bucket allows, and that began before the clock did.
+    assert moved / took_s < 1.5 * HEAL_MIB_PER_S * MIB
     assert not undrain(four, 1).draining
 
 

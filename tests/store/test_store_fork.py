@@ -45,7 +45,9 @@ def child(do: Callable[[], bool]) -> Iterator[None]:
             os._exit(status)
     os.close(started[1])
     try:
-        if not select.select([started[0]], [], [], 30)[0]:
+        ready = select.poll()
+        ready.register(started[0], select.POLLIN)
+        if not ready.poll(30_000):
             os.kill(pid, signal.SIGKILL)
         os.read(started[0], 1)
         yield

@@ -266,7 +266,9 @@ async def test_a_cancelled_fetch_waits_for_its_thread(
         cancel_fd = arguments[3]
         assert isinstance(cancel_fd, int)
         running.set()
-        select.select([cancel_fd], [], [], 10)
+        cancelled = select.poll()
+        cancelled.register(cancel_fd, select.POLLIN)
+        cancelled.poll(10_000)
         time.sleep(0.3)
         ended.set()
         return True
