@@ -85,8 +85,11 @@ class SmallRetrieval:
                 await events.put(_failure(source, reason))
 
     def _announce(self, one: ObjectVersion, source: ObjectSource) -> Wanted | None:
-        """None for an object that somebody else brings already."""
+        """None for an object that somebody else brings already, or has brought since it was looked for."""
         if self._takings.join(one, source.size, source.crc32c) is not None:
+            return None
+        held = self._store.get(one)
+        if held is not None and (held.size, held.crc32c) == (source.size, source.crc32c):
             return None
         # An object of one block has its checksum, so nobody need describe it.
         crcs = (source.crc32c,) if source.size else ()
