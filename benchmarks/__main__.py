@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    result.add_argument("--quick", action="store_true", help="only what has a bar; takes less than five minutes")
+    result.add_argument("--quick", action="store_true", help="only what has a bar; takes about five minutes")
     result.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     result.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there, as Markdown")
     result.add_argument(
