@@ -28,14 +28,16 @@ SEEDS ?= 200
 SEED ?=
 BREAK ?=
 CHECKED := replicator tests benchmarks examples
-# What an installed environment depends on; Python sources are not among them: the install is editable.
+# What an installed environment depends on. Of Python sources only which there are: the install is editable, but it
+# knows modules by name, and one that became a package would not be found.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* protos/replicator/v1/*.proto)
+MODULES := find replicator -name '*.py' -not -path 'replicator/v1/*' | LC_ALL=C sort
 
 # Tests start Python hundreds of times: it keeps what it compiled of the sources, whatever the user's habit.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo examples test simulate bench faults lint format clean
+.PHONY: FORCE help venv demo examples test simulate bench faults lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -57,7 +59,12 @@ $(VENV)/.torch: $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --no-compile '$(TORCH)'
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(BUILD_INPUTS)
+$(VENV)/.modules: $(VENV)/.created FORCE
+	@$(MODULES) | cmp -s - $@ || $(MODULES) > $@
+
+FORCE:
+
+$(VENV)/.installed: $(VENV)/.torch $(VENV)/.modules $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test,torch]'
 	@touch $@
 
