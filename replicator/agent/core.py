@@ -215,7 +215,7 @@ def build_core(
             return open_object(store.paths, tickets.resolve(ticket))
 
         bulk = transport.serve_bulk(open_ticket, serve_limit)
-    landing = Landing(config, client_id, store, opener, lanes, counters)
+    landing = Landing(client_id, store, opener, lanes, counters)
     prefaulter = Prefaulter(config, client_id, store, landing, counters)
     packer = Packer(config, store, peers, opener, landing, counters)
     puller = Puller(config, address, client_id, store, opener, landing, packer, retention, counters)

@@ -12,7 +12,6 @@ from typing import TypeVar
 from replicator.agent.counters import Counters
 from replicator.agent.logs import fields
 from replicator.agent.sources import Opener, PeerSource
-from replicator.config import AgentConfig
 from replicator.errors import CorruptObjectError, ObjectNotFoundError
 from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
@@ -22,7 +21,8 @@ from replicator.store.reader import open_object
 from replicator.store.segment import MappedSegment, MappingCache
 from replicator.store.trailer import ObjectInfo, capacity_for, write_trailer
 from replicator.transfer.lane import Lane
-from replicator.transfer.pull import PullPolicy, PullReport, pull
+from replicator.transfer.pull import PullReport, pull
+from replicator.transfer.turns import Patience
 
 # From this size on an object is brought from several holders at once.
 MIN_SPREAD_BYTES = 256 << 20
@@ -41,14 +41,12 @@ class Landing:
 
     def __init__(
         self,
-        config: AgentConfig,
         client_id: str,
         store: Store,
         opener: Opener,
         lanes: Mapping[str, Lane],
         counters: Counters,
     ) -> None:
-        self._config = config
         self._client_id = client_id
         self._store = store
         self._opener = opener
@@ -66,7 +64,7 @@ class Landing:
         self,
         info: ObjectInfo,
         sources: Sequence[PeerSource],
-        deadline_s: float,
+        patience: Patience,
         on_progress: Callable[[int], None],
         before_seal: Callable[[], None],
         pace: Callable[[], Awaitable[None]] | None = None,
@@ -86,9 +84,9 @@ class Landing:
         async with self._reserved(capacity) as (reservation, mapped):
             target = mapped.view[: info.size]
             if pace is None or not info.block_crcs:
-                report = await self.fill(info, sources, target, deadline_s, on_progress=on_progress)
+                report = await self.fill(info, sources, target, patience, on_progress=on_progress)
             else:
-                report = await self._fill_paced(info, sources, target, deadline_s, on_progress, pace)
+                report = await self._fill_paced(info, sources, target, patience, on_progress, pace)
             reach("pull.verified")
             sealed = dataclasses.replace(info, client_id=self._client_id)
             before_seal()
@@ -145,7 +143,7 @@ class Landing:
         info: ObjectInfo,
         sources: Sequence[PeerSource],
         target: memoryview,
-        deadline_s: float,
+        patience: Patience,
         on_progress: Callable[[int], None],
         pace: Callable[[], Awaitable[None]],
     ) -> PullReport:
@@ -161,7 +159,7 @@ class Landing:
                 info,
                 sources,
                 target[start:end],
-                deadline_s,
+                patience,
                 blocks=blocks,
                 on_progress=lambda done, start=start: on_progress(start + done),  # type: ignore[misc]
             )
@@ -177,7 +175,7 @@ class Landing:
         info: ObjectInfo,
         sources: Sequence[PeerSource],
         target: memoryview,
-        deadline_s: float,
+        patience: Patience,
         *,
         blocks: Sequence[int] | None = None,
         on_progress: Callable[[int], None] | None = None,
@@ -187,7 +185,6 @@ class Landing:
         Raises:
             TransferError, CorruptObjectError: no source gave it; with each one's reason.
         """
-        policy = PullPolicy(progress_timeout_s=deadline_s, lane=self._config.lane)
         spread = min(len(sources), MAX_SPREAD) if info.size >= MIN_SPREAD_BYTES and blocks is None else 1
         count = len(info.block_crcs)
         bounds = [count * i // spread for i in range(spread + 1)]
@@ -216,7 +213,7 @@ class Landing:
                 ordered,
                 view,
                 lanes=self._lanes,
-                policy=policy,
+                policy=patience,
                 blocks=wanted,
                 on_progress=progressed,
                 on_bad_block=bad_block,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,12 +33,11 @@ from replicator.store import Store
 from replicator.store.ingest import Item
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.packed import Payloads, calls_of, is_small, read_packed
+from replicator.transfer.turns import Patience
 from replicator.v1 import data_pb2
 from replicator.wire import sender_to_pb, version_to_pb
 
 LANE = "grpc"
-_ATTEMPTS = 3
-_BACKOFF_S = 0.2
 
 Reasons = Sequence[tuple[str, ReplicatorError]]
 """Why nodes (by id) did not give an object."""
@@ -49,16 +47,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A small object to be brought, and who may have it: best first."""
+    """A small object to be brought, who may have it and is still to be asked, best first, and why others failed."""
 
     taking: Taking
     info: ObjectInfo
     node_ids: Sequence[str]
-    reasons: list[tuple[str, ReplicatorError]] = field(default_factory=list)
+    reasons: dict[str, ReplicatorError] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
         return not self.taking.task.done()
+
+    def failed(self, error: ReplicatorError) -> None:
+        """The first of its nodes did not give it."""
+        node_id, *self.node_ids = self.node_ids
+        self.reasons.pop(node_id, None)
+        self.reasons[node_id] = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Errand:
     """
 
     version: ContainerVersion
-    deadline_s: float
+    patience: Patience
     resolve: Callable[[str], NodeAddress]
     slots: asyncio.Semaphore
     require_wanted: Callable[[], None]
@@ -146,13 +150,26 @@ class Packer:
         left = list(wanted)
         odd: list[Wanted] = []
         while left:
+            odd += await self._ask_in_turn(errand, left)
+            strange = set(odd)
+            left = [one for one in left if one.is_open and one not in strange and self._is_asked_again(errand, one)]
+            if left:
+                await errand.patience.policy.pause()
+        async with asyncio.TaskGroup() as group:
+            for one in odd:
+                group.create_task(self._bring_alone(errand, one))
+
+    async def _ask_in_turn(self, errand: Errand, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Ask each one's nodes; all of them at a time, so that one call brings much. Returns like `_bring_from`."""
+        left = list(wanted)
+        odd: list[Wanted] = []
+        while True:
             by_node: dict[str, list[Wanted]] = {}
             for one in left:
-                tried = len(one.reasons)
-                if tried < len(one.node_ids):
-                    by_node.setdefault(one.node_ids[tried], []).append(one)
-                elif one.is_open:
-                    one.taking.task.set_exception(errand.failure(one.info.object, one.reasons))
+                if one.node_ids:
+                    by_node.setdefault(one.node_ids[0], []).append(one)
+            if not by_node:
+                return odd
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._bring_from(errand, node_id, part)) for node_id, part in by_node.items()
@@ -161,9 +178,13 @@ class Packer:
                 odd += task.result()
             strange = set(odd)
             left = [one for part in by_node.values() for one in part if one.is_open and one not in strange]
-        async with asyncio.TaskGroup() as group:
-            for one in odd:
-                group.create_task(self._bring_alone(errand, one))
+
+    def _is_asked_again(self, errand: Errand, one: Wanted) -> bool:
+        """Whether it is wanted again from those of its nodes that refused; told as failed when it is not."""
+        one.node_ids = [node_id for node_id, error in one.reasons.items() if errand.patience.lasts(node_id, error)]
+        if not one.node_ids:
+            one.taking.task.set_exception(errand.failure(one.info.object, tuple(one.reasons.items())))
+        return bool(one.node_ids)
 
     async def _bring_alone(self, errand: Errand, one: Wanted) -> None:
         working = asyncio.ensure_future(errand.ordinary(one))
@@ -185,15 +206,19 @@ class Packer:
     async def _bring_from(self, errand: Errand, node_id: str, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Those that must be brought the ordinary way. Those that are open afterwards have a reason more."""
         odd: list[Wanted] = []
+        patience = errand.patience
         for part in calls_of([one.info.size for one in wanted]):
             async with errand.slots:
                 try:
+                    patience.require_heard(node_id)
                     odd += await self._call(errand, node_id, wanted[part])
+                    patience.answered(node_id)
                 except ReplicatorError as error:
+                    patience.failed(node_id, error)
                     strange = set(odd)
                     for one in wanted:
                         if one.is_open and one not in strange:
-                            one.reasons.append((node_id, error))
+                            one.failed(error)
                     log.info(
                         "small objects were not brought",
                         extra=fields(errand.version, source=node_id, objects=len(wanted), reason=error),
@@ -212,6 +237,7 @@ class Packer:
                 if one.is_open:
                     one.taking.task.set_exception(error)
         odd: list[Wanted] = []
+        policy = errand.patience.policy
         attempt = 0
         while True:
             attempt += 1
@@ -225,9 +251,9 @@ class Packer:
                 # An older version, which knows the ordinary way only.
                 return odd + missing
             except TransferError as error:
-                if attempt == _ATTEMPTS or isinstance(error, TransferStalledError):
+                if attempt == policy.attempts or isinstance(error, TransferStalledError):
                     raise
-                await asyncio.sleep(_BACKOFF_S * random.uniform(0.5, 1))
+                await policy.pause()
 
     async def _read(self, errand: Errand, node_id: str, wanted: Sequence[Wanted], odd: list[Wanted]) -> None:
         """One call. What turns out not to be as it should be is added to `odd`."""
@@ -238,16 +264,17 @@ class Packer:
             names=[one.info.object.name for one in wanted],
         )
         node = errand.resolve(node_id)
+        deadline_s = errand.patience.policy.progress_timeout_s
         whom = f"node {node_id} ({LANE}, {node.grpc_address})"
         try:
-            async with asyncio.timeout(errand.deadline_s):
+            async with asyncio.timeout(deadline_s):
                 channel = await self._peers.channel(node)
         except TimeoutError as error:
             if isinstance(error, ReplicatorError):
                 raise
-            raise DeadlineExceededError.of("a connection", whom, errand.deadline_s) from None
+            raise DeadlineExceededError.of("a connection", whom, deadline_s) from None
         at = 0
-        async for payloads in read_packed(channel, request, whom, errand.deadline_s):
+        async for payloads in read_packed(channel, request, whom, deadline_s):
             part = wanted[at : at + len(payloads)]
             at += len(part)
             if not any(one.is_open for one in part):

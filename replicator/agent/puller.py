@@ -30,7 +30,6 @@ from replicator.errors import (
     DeadlineExceededError,
     NodeDrainingError,
     ObjectExistsError,
-    PeerUnavailableError,
     ReplicationError,
     ReplicatorError,
     TransferError,
@@ -39,6 +38,7 @@ from replicator.errors import (
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.store import Store
 from replicator.store.trailer import ObjectInfo
+from replicator.transfer.turns import Patience, PullPolicy
 from replicator.v1 import local_pb2
 
 MAX_PULLS = 4
@@ -46,9 +46,8 @@ MAX_PULLS = 4
 MAX_BACKGROUND_PULLS = 2
 MAX_QUEUED_EVENTS = 1024
 RESTART_S = 3.0
-"""So long an agent may take that is started again, while a trainer wants what it holds."""
+"""So long an agent may take that is started again, while what it holds is wanted here."""
 _PROGRESS_S = 0.25
-_ASK_AGAIN_S = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +116,8 @@ class Puller:
             ObjectExistsError: other content is sealed here under that name, or on its way.
         """
         slots = self._background_slots if background else self._offered_slots
+        # An owner that is started again offers again.
+        policy = self._policy(deadline_s, 0.0)
         packed: list[Wanted] = []
         taken: list[Taking | ReplicatorError] = []
         for offered in infos:
@@ -124,17 +125,17 @@ class Puller:
             if info.client_id != self._client_id:
                 info = dataclasses.replace(info, client_id=self._client_id)
             try:
-                taken.append(self._take(info, source, deadline_s, slots, packed))
+                taken.append(self._take(info, source, policy, slots, packed))
             except ReplicatorError as error:
                 taken.append(error)
-        self._pull_packed(packed, source, deadline_s, slots)
+        self._pull_packed(packed, source, policy, slots)
         return taken
 
     def _take(
         self,
         info: ObjectInfo,
         source: NodeAddress,
-        deadline_s: float,
+        policy: PullPolicy,
         slots: asyncio.Semaphore,
         packed: list[Wanted],
     ) -> Taking:
@@ -159,13 +160,13 @@ class Puller:
             packed.append(Wanted(taking, info, (source.node_id,)))
         elif taking is None:
             taking = self._takings.start(
-                one, info.size, info.crc32c, lambda taking: self._pull_offered(taking, info, source, deadline_s, slots)
+                one, info.size, info.crc32c, lambda taking: self._pull_offered(taking, info, source, policy, slots)
             )
         taking.users += 1
         return taking
 
     def _pull_packed(
-        self, wanted: Sequence[Wanted], source: NodeAddress, deadline_s: float, slots: asyncio.Semaphore
+        self, wanted: Sequence[Wanted], source: NodeAddress, policy: PullPolicy, slots: asyncio.Semaphore
     ) -> None:
         by_version: dict[ContainerVersion, list[Wanted]] = {}
         for one in wanted:
@@ -177,24 +178,24 @@ class Puller:
 
             errand = Errand(
                 version=version,
-                deadline_s=deadline_s,
+                patience=Patience(policy),
                 resolve=lambda node_id: source,
                 slots=slots,
                 require_wanted=require_wanted,
-                ordinary=lambda one: self._pull_offered(one.taking, one.info, source, deadline_s, slots),
+                ordinary=lambda one: self._pull_offered(one.taking, one.info, source, policy, slots),
                 failure=_not_pulled,
             )
             self._packer.bring(errand, part)
 
     async def _pull_offered(
-        self, taking: Taking, info: ObjectInfo, source: NodeAddress, deadline_s: float, slots: asyncio.Semaphore
+        self, taking: Taking, info: ObjectInfo, source: NodeAddress, policy: PullPolicy, slots: asyncio.Semaphore
     ) -> Taken:
         async with slots:
             taking.waiting = False
             self._require_wanted(info.object.version)
             sources = [self._opener.source_at(info.object, source)]
             return await self._land(
-                taking, info, sources, deadline_s, lambda: self._require_wanted(info.object.version)
+                taking, info, sources, Patience(policy), lambda: self._require_wanted(info.object.version)
             )
 
     def _require_wanted(self, version: ContainerVersion) -> None:
@@ -221,19 +222,20 @@ class Puller:
         self._retention.note_retrieved(version)
         events: asyncio.Queue[local_pb2.RetrieveEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
         active: dict[str, Taking] = {}
+        patience = Patience(self._policy(deadline_s))
         loop = asyncio.get_running_loop()
         small = [one for one in sources if self._packer.takes(one.size, BLOCK_SIZE)]
         rest = [one for one in sources if not self._packer.takes(one.size, BLOCK_SIZE)]
 
         async def alone(one: ObjectSource) -> None:
-            await self._bring(version.object(one.name), one, deadline_s, active, events)
+            await self._bring(version.object(one.name), one, patience, active, events)
 
         tasks = [loop.create_task(alone(one)) for one in rest]
         broken: list[Exception] = []
 
         async def packs() -> None:
             try:
-                await self._small.bring(version, small, deadline_s, active, events, alone)
+                await self._small.bring(version, small, patience, active, events, alone)
             except Exception as error:
                 # Some are not told of, which nobody must wait for.
                 broken.append(error)
@@ -261,7 +263,7 @@ class Puller:
         self,
         one: ObjectVersion,
         source: ObjectSource,
-        deadline_s: float,
+        patience: Patience,
         active: dict[str, Taking],
         events: asyncio.Queue[local_pb2.RetrieveEvent],
     ) -> None:
@@ -271,7 +273,7 @@ class Puller:
             if await self._landing.is_sound(one, source.size, source.crc32c):
                 event.was_local = True
             else:
-                taken = await self._fetch_patiently(one, source, deadline_s, active)
+                taken = await self._fetch(one, source, patience, active)
                 event.source_node_id, event.lane = taken.node_id, taken.lane
             event.done, event.bytes_done = True, source.size
         except Exception as error:
@@ -283,26 +285,11 @@ class Puller:
             active.pop(source.name, None)
         await events.put(event)
 
-    async def _fetch_patiently(
-        self, one: ObjectVersion, source: ObjectSource, deadline_s: float, active: dict[str, Taking]
-    ) -> Taken:
-        """A holder whose agent is just being started again is asked again: else a restore would fail for it."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + min(RESTART_S, deadline_s)
-        while True:
-            try:
-                return await self._fetch(one, source, deadline_s, active)
-            except (PeerUnavailableError, TransferError) as error:
-                if isinstance(error, TransferStalledError) or loop.time() + _ASK_AGAIN_S >= end:
-                    raise
-                log.info("an object is asked for again", extra=fields(one, reason=error))
-            await asyncio.sleep(_ASK_AGAIN_S)
-
     async def _fetch(
         self,
         one: ObjectVersion,
         source: ObjectSource,
-        deadline_s: float,
+        patience: Patience,
         active: dict[str, Taking],
         require_wanted: Callable[[], None] = lambda: None,
     ) -> Taken:
@@ -318,7 +305,7 @@ class Puller:
             one,
             source.size,
             source.crc32c,
-            lambda taking: self._pull_wanted(taking, source, deadline_s, require_wanted),
+            lambda taking: self._pull_wanted(taking, source, patience, require_wanted),
         )
         active[source.name] = taking
         return await self._takings.wait(taking)
@@ -327,12 +314,12 @@ class Puller:
         self,
         taking: Taking,
         source: ObjectSource,
-        deadline_s: float,
+        patience: Patience,
         require_wanted: Callable[[], None] = lambda: None,
     ) -> Taken:
         async with self._wanted_slots:
             taking.waiting = False
-            return await self._land_wanted(taking, source, deadline_s, require_wanted)
+            return await self._land_wanted(taking, source, patience, require_wanted)
 
     async def bring_again(self, source: ObjectSource, one: ObjectVersion, deadline_s: float) -> Taken:
         """Pull an object of which the copy here was bad. Not when its container was dropped meanwhile.
@@ -346,39 +333,43 @@ class Puller:
             if self._retention.was_dropped(one.version):
                 raise ReplicationError(f"{one} is not wanted here any more: its container was dropped")
 
-        return await self._fetch(one, source, deadline_s, {}, require_wanted)
+        return await self._fetch(one, source, Patience(self._policy(deadline_s)), {}, require_wanted)
 
     async def _land_wanted(
         self,
         taking: Taking,
         source: ObjectSource,
-        deadline_s: float,
+        patience: Patience,
         require_wanted: Callable[[], None],
         pace: Callable[[], Awaitable[None]] | None = None,
     ) -> Taken:
         one = taking.object
         sources = self._opener.sources(one, source.node_ids)
         try:
-            info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
+            info = await self._opener.describe_any(sources, one, source.size, source.crc32c, patience)
             info = dataclasses.replace(info, owner_node_id=source.owner_node_id)
 
             def before_seal() -> None:
                 require_wanted()
                 self._landing.give_way(info)
 
-            return await self._land(taking, info, sources, deadline_s, before_seal, pace)
+            return await self._land(taking, info, sources, patience, before_seal, pace)
         except (CorruptObjectError, TransferError):
             await self._opener.checked(one)
             raise
 
     def window(self, wanted: WindowWanted, deadline_s: float) -> AsyncIterator[local_pb2.WindowEvent]:
-        """Bring some blocks of an object into a segment of a trainer: see `Windows.bring`."""
-        return self._windows.bring(wanted, deadline_s)
+        """Bring some blocks of an object into a segment of a trainer: see `Windows.bring`.
+
+        Args:
+            deadline_s: without progress for this long, a source is given up.
+        """
+        return self._windows.bring(wanted, Patience(self._policy(deadline_s)))
 
     def retrieve_later(self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float) -> None:
         """Bring whole objects into this node's store when no trainer waits for bytes: see `Refill.expect`."""
         self._retention.note_retrieved(version)
-        self._refill.expect(version, sources, deadline_s)
+        self._refill.expect(version, sources, self._policy(deadline_s))
 
     def read_object(self, version: ContainerVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
         """The object's bytes in pieces of at most 1 MiB, each verified: local, or forwarded from a holder.
@@ -386,7 +377,7 @@ class Puller:
         Raises:
             ObjectNotFoundError, TransferError, CorruptObjectError: with each source's reason.
         """
-        return self._ranges.read(version.object(source.name), source, deadline_s)
+        return self._ranges.read(version.object(source.name), source, Patience(self._policy(deadline_s)))
 
     async def check_local(self, one: ObjectVersion) -> bool:
         """Verify every block of this node's copy. A copy that fails goes to quarantine, and the answer is False.
@@ -405,19 +396,22 @@ class Puller:
 
     # -- both
 
+    def _policy(self, deadline_s: float, restart_s: float = RESTART_S) -> PullPolicy:
+        return PullPolicy(deadline_s, self._config.lane, patience_s=min(restart_s, deadline_s))
+
     async def _land(
         self,
         taking: Taking,
         info: ObjectInfo,
         sources: Sequence[PeerSource],
-        deadline_s: float,
+        patience: Patience,
         before_seal: Callable[[], None],
         pace: Callable[[], Awaitable[None]] | None = None,
     ) -> Taken:
         def progressed(done: int) -> None:
             taking.bytes_done = done
 
-        sealed, report = await self._landing.land(info, sources, deadline_s, progressed, before_seal, pace)
+        sealed, report = await self._landing.land(info, sources, patience, progressed, before_seal, pace)
         main = report.main_part
         taken = Taken(sealed, main.lane if main else "", main.node_id if main else "")
         self._counters.add("objects_pulled")

@@ -16,6 +16,7 @@ from replicator.native import copy_crc32c
 from replicator.store import Store
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
+from replicator.transfer.turns import Patience
 
 PIECE_BYTES = 1 << 20
 # Of an object that is read as a stream: brought and verified at a time.
@@ -33,13 +34,14 @@ class Ranges:
         self._landing = landing
         self._reads = asyncio.Semaphore(MAX_READS)
 
-    async def read(self, one: ObjectVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
+    async def read(self, one: ObjectVersion, source: ObjectSource, patience: Patience) -> AsyncIterator[bytes]:
         """All bytes of the object in order, in pieces of at most PIECE_BYTES, each verified before it is given.
 
         Raises:
             ObjectNotFoundError, TransferError, CorruptObjectError: with each source's reason; TransferError also
                 when MAX_READS others are being read for `deadline_s`.
         """
+        deadline_s = patience.policy.progress_timeout_s
         try:
             async with asyncio.timeout(deadline_s):
                 await self._reads.acquire()
@@ -49,33 +51,33 @@ class Ranges:
                 "try again, or another agent"
             ) from None
         try:
-            async for piece in self._pieces(one, source, deadline_s):
+            async for piece in self._pieces(one, source, patience):
                 yield piece
         finally:
             self._reads.release()
 
-    async def _pieces(self, one: ObjectVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:
+    async def _pieces(self, one: ObjectVersion, source: ObjectSource, patience: Patience) -> AsyncIterator[bytes]:
         sources = self._opener.sources(one, source.node_ids)
-        info, is_local = await self._describe(one, source, sources)
+        info, is_local = await self._describe(one, source, sources, patience)
         count = len(info.block_crcs)
         window = max(1, _WINDOW_BYTES // info.block_size)
         for first in range(0, count, window):
             blocks = range(first, min(first + window, count))
             size = sum(block_length(block, info.size, info.block_size) for block in blocks)
             buffer = memoryview(bytearray(size))
-            node_id = await self._bring(info, sources, buffer, blocks, deadline_s, is_local=is_local)
+            node_id = await self._bring(info, sources, buffer, blocks, patience, is_local=is_local)
             is_local = node_id == self._node_id
             for start in range(0, size, PIECE_BYTES):
                 yield bytes(buffer[start : start + PIECE_BYTES])
 
     async def _describe(
-        self, one: ObjectVersion, source: ObjectSource, sources: Sequence[PeerSource]
+        self, one: ObjectVersion, source: ObjectSource, sources: Sequence[PeerSource], patience: Patience
     ) -> tuple[ObjectInfo, bool]:
         """The object's block table, and whether this node holds it."""
         held = self._store.get(one)
         if held is not None and (held.size, held.crc32c) == (source.size, source.crc32c):
             return held, True
-        return await self._opener.describe_any(sources, one, source.size, source.crc32c), False
+        return await self._opener.describe_any(sources, one, source.size, source.crc32c, patience), False
 
     async def _bring(
         self,
@@ -83,7 +85,7 @@ class Ranges:
         sources: Sequence[PeerSource],
         target: memoryview,
         blocks: Sequence[int],
-        deadline_s: float,
+        patience: Patience,
         *,
         is_local: bool,
     ) -> str:
@@ -100,7 +102,7 @@ class Ranges:
             raise ObjectNotFoundError(
                 f"{info.object} is not held by this node any more, and no other holder is named; look up a new plan"
             )
-        report = await self._landing.fill(info, sources, target, deadline_s, blocks=blocks)
+        report = await self._landing.fill(info, sources, target, patience, blocks=blocks)
         main = report.main_part
         return main.node_id if main else ""
 

@@ -18,6 +18,7 @@ from replicator.decide.types import ObjectSource
 from replicator.errors import ReplicationError
 from replicator.ids import ContainerVersion
 from replicator.store import Store
+from replicator.transfer.turns import Patience, PullPolicy
 
 QUIET_S = 0.25
 
@@ -63,7 +64,7 @@ class Land(Protocol):
         self,
         taking: Taking,
         source: ObjectSource,
-        deadline_s: float,
+        patience: Patience,
         require_wanted: Callable[[], None],
         pace: Callable[[], Awaitable[None]],
         /,
@@ -84,11 +85,11 @@ class Refill:
         self._land = land
         self._slots = asyncio.Semaphore(1)
 
-    def expect(self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float) -> None:
+    def expect(self, version: ContainerVersion, sources: Sequence[ObjectSource], policy: PullPolicy) -> None:
         """Bring these objects in time. Returns at once; what becomes of them is in the log and the counts.
 
         Args:
-            deadline_s: before each piece others are given way to for no longer; and a silent source is given up.
+            policy: before each piece others are given way to for no longer than a silent source is waited for.
 
         Raises:
             ReplicationError: too many objects are on their way here already.
@@ -105,12 +106,12 @@ class Refill:
                 one,
                 source.size,
                 source.crc32c,
-                lambda taking, source=source: self._bring(taking, source, deadline_s),  # type: ignore[misc]
+                lambda taking, source=source: self._bring(taking, source, policy),  # type: ignore[misc]
                 later=True,
             )
             taking.users += 1
 
-    async def _bring(self, taking: Taking, source: ObjectSource, deadline_s: float) -> Taken:
+    async def _bring(self, taking: Taking, source: ObjectSource, policy: PullPolicy) -> Taken:
         version = taking.object.version
 
         def require_wanted() -> None:
@@ -119,12 +120,12 @@ class Refill:
                 raise ReplicationError(f"{taking.object} is not brought to this node any more: {reason}")
 
         async def pace() -> None:
-            await self._quiet.wait(taking.hurry, deadline_s)
+            await self._quiet.wait(taking.hurry, policy.progress_timeout_s)
             require_wanted()
 
         async with self._slots:
             await pace()
             taking.waiting = False
-            taken = await self._land(taking, source, deadline_s, require_wanted, pace)
+            taken = await self._land(taking, source, Patience(policy), require_wanted, pace)
         self._counters.add("objects_refilled")
         return taken

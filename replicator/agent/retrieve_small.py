@@ -13,13 +13,14 @@ from replicator.agent.sources import Opener, failure_of
 from replicator.agent.takings import Outcomes, Taken, Taking, Takings, outcome_of
 from replicator.checksum import BLOCK_SIZE
 from replicator.decide.types import ObjectSource
-from replicator.errors import CorruptObjectError, ObjectNotFoundError, PeerUnavailableError, ReplicatorError, to_wire
+from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError, to_wire
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
 from replicator.store import Store
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.packed import MAX_PIECE_OBJECTS
+from replicator.transfer.turns import Patience
 from replicator.v1 import local_pb2
 
 Events = asyncio.Queue[local_pb2.RetrieveEvent]
@@ -37,7 +38,7 @@ class SmallRetrieval:
         takings: Takings,
         packer: Packer,
         slots: asyncio.Semaphore,
-        pull: Callable[[Taking, ObjectSource, float], Coroutine[Any, Any, Taken]],
+        pull: Callable[[Taking, ObjectSource, Patience], Coroutine[Any, Any, Taken]],
     ) -> None:
         self._client_id = client_id
         self._store = store
@@ -52,7 +53,7 @@ class SmallRetrieval:
         self,
         version: ContainerVersion,
         sources: Sequence[ObjectSource],
-        deadline_s: float,
+        patience: Patience,
         active: dict[str, Taking],
         events: Events,
         alone: Callable[[ObjectSource], Awaitable[None]],
@@ -76,9 +77,9 @@ class SmallRetrieval:
                 others.append(source)
             else:
                 own.append((source, wanted))
-        self._packer.bring(self._errand(version, own, deadline_s), [wanted for _, wanted in own])
+        self._packer.bring(self._errand(version, own, patience), [wanted for _, wanted in own])
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._tell_outcomes(own, active, events, alone))
+            group.create_task(self._tell_outcomes(own, active, events))
             for source in others:
                 group.create_task(_run(alone(source)))
             for source, reason in failed:
@@ -98,17 +99,17 @@ class SmallRetrieval:
         return Wanted(self._takings.expect(one, source.size, source.crc32c), info, node_ids)
 
     def _errand(
-        self, version: ContainerVersion, own: Sequence[tuple[ObjectSource, Wanted]], deadline_s: float
+        self, version: ContainerVersion, own: Sequence[tuple[ObjectSource, Wanted]], patience: Patience
     ) -> Errand:
         job = version.container.job
         sources = {wanted: source for source, wanted in own}
         return Errand(
             version=version,
-            deadline_s=deadline_s,
+            patience=patience,
             resolve=lambda node_id: self._opener.peers.resolve(job, node_id),
             slots=self._slots,
             require_wanted=lambda: None,
-            ordinary=lambda one: self._pull(one.taking, sources[one], deadline_s),
+            ordinary=lambda one: self._pull(one.taking, sources[one], patience),
             failure=lambda one, reasons: (
                 failure_of(one, reasons)
                 if reasons
@@ -121,11 +122,8 @@ class SmallRetrieval:
         own: Sequence[tuple[ObjectSource, Wanted]],
         active: dict[str, Taking],
         events: Events,
-        alone: Callable[[ObjectSource], Awaitable[None]],
     ) -> None:
-        """Those whose holders cannot be reached are brought by themselves: that is tried for longer."""
         outcomes: Outcomes[ObjectSource] = Outcomes()
-        again: list[ObjectSource] = []
         for source, wanted in own:
             wanted.taking.users += 1
             active[source.name] = wanted.taking
@@ -138,8 +136,6 @@ class SmallRetrieval:
                     try:
                         taken = outcome_of(taking)
                         done.setdefault((taken.node_id, taken.lane), []).append(source.name)
-                    except PeerUnavailableError:
-                        again.append(source)
                     except Exception as error:
                         await events.put(_failure(source, error))
                 for (node_id, lane), names in done.items():
@@ -148,9 +144,6 @@ class SmallRetrieval:
             for source, wanted in own:
                 active.pop(source.name, None)
                 wanted.taking.leave()
-        async with asyncio.TaskGroup() as group:
-            for source in again:
-                group.create_task(_run(alone(source)))
 
     # -- what is here
 

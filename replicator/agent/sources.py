@@ -22,6 +22,7 @@ from replicator.ids import NodeAddress, ObjectVersion
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.lane import Source
 from replicator.transfer.pull import PullSource
+from replicator.transfer.turns import Patience, ask_in_turn
 from replicator.v1 import peer_pb2
 from replicator.wire import info_from_pb, object_to_pb, sender_to_pb, validate_address
 
@@ -113,26 +114,31 @@ class Opener:
         bulk = validate_address(reply.bulk_address) if reply.bulk_address and reply.ticket else ""
         return info, Source(node, bulk, reply.ticket)
 
-    async def describe_any(self, sources: Sequence[PeerSource], one: ObjectVersion, size: int, crc: int) -> ObjectInfo:
+    async def describe_any(
+        self, sources: Sequence[PeerSource], one: ObjectVersion, size: int, crc: int, patience: Patience
+    ) -> ObjectInfo:
         """What the first source says that has the wanted size and checksum; sources before it are told as failed.
 
         Raises:
             ObjectNotFoundError: nobody was named as a holder.
             CorruptObjectError, PeerUnavailableError, TransferError: none gave it; with each one's reason.
         """
-        reasons: list[tuple[str, ReplicatorError]] = []
-        for source in sources:
+
+        async def describe(source: PeerSource) -> ObjectInfo:
             try:
                 info = await source.describe()
                 require_content(info, size, crc, source.node_id)
-                return info
-            except ReplicatorError as error:
-                if isinstance(error, CorruptObjectError):
-                    self.note_bad(one, source.node_id)
-                reasons.append((source.node_id, error))
-        if not reasons:
+            except CorruptObjectError:
+                self.note_bad(one, source.node_id)
+                raise
+            return info
+
+        asked = await ask_in_turn(sources, describe, patience)
+        if asked.result is not None:
+            return asked.result
+        if not asked.failures:
             raise ObjectNotFoundError(f"no other node is known to hold {one}; ask for a new plan with a lookup")
-        raise failure_of(one, reasons)
+        raise failure_of(one, asked.failures)
 
     def note_bad(self, one: ObjectVersion, node_id: str) -> None:
         """A source gave bytes, or a description, that do not match: it is tried last from now on."""

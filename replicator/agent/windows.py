@@ -23,6 +23,7 @@ from replicator.decide.types import ObjectSource
 from replicator.errors import InvalidIdError, SegmentError, UnsupportedError
 from replicator.ids import ObjectVersion
 from replicator.store import Store
+from replicator.transfer.turns import Patience
 from replicator.v1 import local_pb2
 
 TICK_S = 0.25
@@ -78,11 +79,8 @@ class Windows:
         # Calls under way for an object that is read whole, by client.
         self._readers: dict[ObjectVersion, Counter[str]] = {}
 
-    async def bring(self, wanted: WindowWanted, deadline_s: float) -> AsyncIterator[local_pb2.WindowEvent]:
+    async def bring(self, wanted: WindowWanted, patience: Patience) -> AsyncIterator[local_pb2.WindowEvent]:
         """Progress every TICK_S, and one last event. Given up, nothing writes into the segment any more.
-
-        Args:
-            deadline_s: without progress for this long, a source is given up.
 
         Raises:
             SegmentError: it is not reserved by the client, too small, or being filled.
@@ -98,7 +96,7 @@ class Windows:
             told.bytes_done = size
 
         with self._quiet.disturbed(), self._reading(wanted):
-            task = asyncio.ensure_future(self._fill(wanted, deadline_s, progressed))
+            task = asyncio.ensure_future(self._fill(wanted, patience, progressed))
             try:
                 while not (await asyncio.wait([task], timeout=TICK_S))[0]:
                     yield told
@@ -134,19 +132,19 @@ class Windows:
                 self._readers.pop(wanted.object, None)
 
     async def _fill(
-        self, wanted: WindowWanted, deadline_s: float, progressed: Callable[[int], None]
+        self, wanted: WindowWanted, patience: Patience, progressed: Callable[[int], None]
     ) -> local_pb2.WindowEvent:
         one, source, size = wanted.object, wanted.source, wanted.size
         async with self._slots:
             with self._scratch(wanted.client_id, wanted.segment, size) as target:
                 sources = self._opener.sources(one, source.node_ids)
-                info = await self._opener.describe_any(sources, one, source.size, source.crc32c)
+                info = await self._opener.describe_any(sources, one, source.size, source.crc32c, patience)
                 if info.block_size != wanted.block_size:
                     raise UnsupportedError(
                         f"{one} has blocks of {info.block_size} bytes, not of {wanted.block_size}; retrieve all of it"
                     )
                 report = await self._landing.fill(
-                    info, sources, target, deadline_s, blocks=wanted.blocks, on_progress=progressed
+                    info, sources, target, patience, blocks=wanted.blocks, on_progress=progressed
                 )
         main = report.main_part
         return local_pb2.WindowEvent(

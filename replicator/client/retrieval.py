@@ -99,8 +99,8 @@ def retrieve(
     done: dict[str, Retrieved] = {}
     failed: dict[str, ReplicatorError] = {}
     while True:
-        missing = [source for source in sources if source.name not in done and source.name not in failed]
-        if not missing:
+        missing = [source for source in sources if source.name not in done]
+        if failed or not missing:
             break
         agent.wait_connected(deadline_s)
         before = len(done)

@@ -2,14 +2,14 @@
 
 Sources are asked one after the other. What one of them brought and what matched its checksum stays; the next one is
 asked for the blocks that are still missing, so a transfer goes on at the block where it stopped. A block that did
-not match is never asked from the same source again (F01).
+not match is never asked from the same source again (F01). A source that refuses connections is asked again as long as
+the policy has patience.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +26,7 @@ from replicator.errors import (
 )
 from replicator.faultpoints import reach
 from replicator.transfer.lane import Lane, Source
+from replicator.transfer.turns import Patience, PullPolicy, ask_in_turn
 
 if TYPE_CHECKING:
     from replicator.store.trailer import ObjectInfo
@@ -49,23 +50,6 @@ class PullSource:
 
     node_id: str
     open: Callable[[], Awaitable[Source]]
-
-
-@dataclass(frozen=True, slots=True)
-class PullPolicy:
-    """How to pull.
-
-    Attributes:
-        progress_timeout_s: a source from which nothing comes for this long is given up.
-        lane: `bulk`, `grpc`, or `auto`: bulk where the source offers it and a connection can be made, else grpc.
-        attempts: at one source, each after a connection that broke or a ticket that had expired.
-        backoff_s: before another attempt at the same source; a random part of it is waited.
-    """
-
-    progress_timeout_s: float = 30.0
-    lane: str = "auto"
-    attempts: int = 3
-    backoff_s: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +92,7 @@ async def pull(
     target: memoryview,
     *,
     lanes: Mapping[str, Lane],
-    policy: PullPolicy,
+    policy: PullPolicy | Patience,
     blocks: Sequence[int] | None = None,
     on_progress: OnProgress | None = None,
     on_bad_block: OnBadBlock | None = None,
@@ -122,6 +106,7 @@ async def pull(
         sources: best first.
         target: exactly as long as what is to be brought. Blocks lie in it one after the other.
         lanes: by name.
+        policy: with what was learned of the sources meanwhile, when other pulls belong to this one.
         blocks: numbers of the blocks to bring, ascending; None: all.
         on_progress, on_bad_block: called in the event loop; they must not raise.
 
@@ -131,7 +116,8 @@ async def pull(
         TransferStalledError: the same, when every one of them was silent.
         CorruptObjectError: the same, when what stopped the last one was a checksum.
     """
-    return await _Pull(info, target, lanes, policy, blocks, on_progress, on_bad_block).run(sources)
+    patience = Patience(policy) if isinstance(policy, PullPolicy) else policy
+    return await _Pull(info, target, lanes, patience, blocks, on_progress, on_bad_block).run(sources)
 
 
 class _Pull:
@@ -142,7 +128,7 @@ class _Pull:
         info: ObjectInfo,
         target: memoryview,
         lanes: Mapping[str, Lane],
-        policy: PullPolicy,
+        patience: Patience,
         blocks: Sequence[int] | None,
         on_progress: OnProgress | None,
         on_bad_block: OnBadBlock | None,
@@ -158,7 +144,8 @@ class _Pull:
         self._info = info
         self._target = target
         self._lanes = lanes
-        self._policy = policy
+        self._patience = patience
+        self._policy = patience.policy
         self._on_progress = on_progress
         self._on_bad_block = on_bad_block
         self._position = {block: place * info.block_size for place, block in enumerate(wanted)}
@@ -170,7 +157,7 @@ class _Pull:
         self._told = 0
         self._parts: list[PulledPart] = []
         self._bad: list[tuple[str, int]] = []
-        self._failures: list[tuple[str, ReplicatorError]] = []
+        self._bad_at: dict[str, set[int]] = {}
 
     def _length(self, block: int) -> int:
         return block_length(block, self._info.size, self._info.block_size)
@@ -178,38 +165,39 @@ class _Pull:
     async def run(self, sources: Sequence[PullSource]) -> PullReport:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        for source in sources:
-            if not self._missing:
-                break
-            try:
-                await self._pull_from(source)
-            except ReplicatorError as error:
-                log.info("pull of %s from node %s failed: %s", self._info.object, source.node_id, error)
-                self._failures.append((source.node_id, error))
+        asked = await ask_in_turn(sources if self._missing else (), self._pull_from, self._patience)
         if self._missing:
-            raise self._failure(len(sources))
+            raise self._failure(len(sources), asked.failures)
         return PullReport(
             size=self._size,
             parts=tuple(self._parts),
             bad_blocks=tuple(self._bad),
-            failures=tuple((node_id, str(error)) for node_id, error in self._failures),
+            failures=tuple((node_id, str(error)) for node_id, error in asked.failures),
             seconds=loop.time() - begin,
         )
 
-    def _failure(self, asked: int) -> ReplicatorError:
+    def _failure(self, asked: int, failures: Sequence[tuple[str, ReplicatorError]]) -> ReplicatorError:
         kind: type[ReplicatorError] = TransferError
-        errors = [error for _, error in self._failures]
+        errors = [error for _, error in failures]
         if errors and isinstance(errors[-1], CorruptObjectError):
             kind = CorruptObjectError
         elif errors and all(isinstance(error, TransferStalledError | DeadlineExceededError) for error in errors):
             kind = TransferStalledError
-        reasons = "; ".join(f"{node_id}: {error}" for node_id, error in self._failures) or "there is none"
+        reasons = "; ".join(f"{node_id}: {error}" for node_id, error in failures) or "there is none"
         missing = f"{len(self._missing)} of {len(self._position)} blocks are missing"
         return kind(f"{self._info.object} could not be pulled from any of {asked} sources, {missing}: {reasons}")
 
     async def _pull_from(self, source: PullSource) -> None:
         """Bring what is missing from one source. Raises when something still is."""
-        bad_here: set[int] = set()
+        try:
+            await self._pull_all_from(source)
+        except ReplicatorError as error:
+            log.info("pull of %s from node %s failed: %s", self._info.object, source.node_id, error)
+            if self._missing:
+                raise
+
+    async def _pull_all_from(self, source: PullSource) -> None:
+        bad_here = self._bad_at.setdefault(source.node_id, set())
         avoided: set[str] = set()
         for attempt in range(1, self._policy.attempts + 1):
             try:
@@ -229,7 +217,7 @@ class _Pull:
                 # One that was silent for a whole deadline has had its chance.
                 if attempt == self._policy.attempts or isinstance(error, TransferStalledError):
                     raise
-                await asyncio.sleep(self._policy.backoff_s * random.uniform(0.5, 1))
+                await self._policy.pause()
         if bad_here:
             shown = ", ".join(str(block) for block in sorted(bad_here)[:8])
             more = f" and {len(bad_here) - 8} more" if len(bad_here) > 8 else ""

@@ -19,6 +19,7 @@ from replicator.agent.takings import Taken, Takings
 from replicator.errors import TransferError, UnsupportedError
 from replicator.ids import CheckpointContainerId, ContainerVersion, NodeAddress, NodeIdentity, make_generation
 from replicator.store.trailer import ObjectInfo
+from replicator.transfer.turns import Patience, PullPolicy
 from replicator.wire import Sender
 
 NODE = NodeAddress(NodeIdentity("n1", 1), "127.0.0.1:1")
@@ -79,7 +80,7 @@ def test_what_is_brought_alone_has_ended_when_the_packer_is_closed(monkeypatch: 
         wanted = Wanted(Takings("n0", Counters()).expect(info.object, info.size, info.crc32c), info, ("n1",))
         errand = Errand(
             version=VERSION,
-            deadline_s=5.0,
+            patience=Patience(PullPolicy(5.0)),
             resolve=lambda node_id: NODE,
             slots=asyncio.Semaphore(1),
             require_wanted=lambda: None,

@@ -26,6 +26,7 @@ from replicator.store import Store
 from replicator.store.paths import open_root
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
+from replicator.transfer.turns import Patience, PullPolicy
 from replicator.wire import source_to_pb
 
 ME = NodeAddress(NodeIdentity("me", 9), "127.0.0.1:1")
@@ -76,7 +77,7 @@ async def test_a_large_object_comes_from_all_its_holders_at_once(
     sources = core.puller._opener.sources(info.object, ("n0", "n1"))
     buffer = memoryview(bytearray(info.size))
     seen: list[int] = []
-    report = await core.puller._landing.fill(info, sources, buffer, 2.0, on_progress=seen.append)
+    report = await core.puller._landing.fill(info, sources, buffer, Patience(PullPolicy(2.0)), on_progress=seen.append)
     assert bytes(buffer) == content
     assert {part.node_id for part in report.parts} == {"n0", "n1"}
     assert seen == sorted(seen)

@@ -132,7 +132,7 @@ def test_what_comes_and_goes_meanwhile_keeps_it_from_nothing(store: Store) -> No
 
 def _scrubber(store: Store, counters: Counters, busy: list[bool], **settings: float) -> tuple[Scrubber, Landing]:
     config = AgentConfig(**{"scrub_bytes_per_s": 1 << 30, **settings})  # type: ignore[arg-type]
-    landing = Landing(config, "agent-1", store, Opener.__new__(Opener), {}, counters)
+    landing = Landing("agent-1", store, Opener.__new__(Opener), {}, counters)
     return Scrubber(config, store, landing, counters, lambda: busy[0], lambda: 0.0), landing
 
 

@@ -26,7 +26,8 @@ from replicator.errors import (
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.bulk_lane import BulkLane, cut
 from replicator.transfer.lane import Lane, Source
-from replicator.transfer.pull import PullPolicy, PullReport, PullSource, pull
+from replicator.transfer.pull import PullReport, PullSource, pull
+from replicator.transfer.turns import PullPolicy
 
 Lanes = dict[str, Lane]
 MakePeer = Callable[[str], Awaitable[Peer]]

@@ -20,7 +20,8 @@ from replicator.errors import (
     TransferError,
 )
 from replicator.transfer.lane import Lane, Source
-from replicator.transfer.pull import PullPolicy, PullSource, _runs, pull
+from replicator.transfer.pull import PullSource, _runs, pull
+from replicator.transfer.turns import PullPolicy
 
 Lanes = dict[str, Lane]
 MakePeer = Callable[[str], Awaitable[Peer]]

@@ -30,8 +30,9 @@ from replicator.transfer.bulk_lane import BulkLane
 from replicator.transfer.bulk_server import BulkLimits, BulkServer
 from replicator.transfer.grpc_lane import GrpcLane, data_service
 from replicator.transfer.lane import Lane, ServedObject, Source
-from replicator.transfer.pull import PullPolicy, PullSource
+from replicator.transfer.pull import PullSource
 from replicator.transfer.tickets import TicketOffice
+from replicator.transfer.turns import PullPolicy
 from replicator.wire import Sender, object_from_pb, sender_to_pb
 
 BLOCK = 64 << 10
