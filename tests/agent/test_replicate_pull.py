@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cluster import MIB, Cluster
 
-from replicator.agent import landing
+from replicator.agent import landing, retrieve_small
 from replicator.agent.batches import retrieved
 from replicator.agent.core import AgentCore, build_core
 from replicator.agent.counters import Counters
@@ -318,3 +318,40 @@ async def test_pulls_at_a_time_are_bounded_for_each_who_asks(core: AgentCore, th
         await taking.task
     assert sum(event.done for event in await retrieving) == 7
     assert len(begun) == len(infos)
+
+
+async def test_small_objects_that_another_rank_has_brought_meanwhile_are_not_brought_again(
+    core: AgentCore, three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F20: it looked for them before they were here, and asks for them afterwards."""
+    rank = three.ranks[0]
+    version = rank.begin(1)
+    missing, held = (
+        [rank.write(version.object(f"{part}{number}"), os.urandom(500)) for number in range(3)] for part in "ab"
+    )
+
+    async def retrieve_all(infos: list[ObjectInfo]) -> dict[str, bool]:
+        """Whether each one was here already."""
+        sources = [_source(info, "n0") for info in infos]
+        was_local = {}
+        async for event in core.puller.retrieve(version, sources, 2.0):
+            assert not event.error_kind, event
+            was_local.update(dict.fromkeys(event.done_many.names, event.done_many.was_local))
+            if event.done:
+                was_local[event.name] = event.was_local
+        return was_local
+
+    assert not any((await retrieve_all(held)).values())
+    # So the missing ones are looked for first, and then, in a thread, those that are here.
+    monkeypatch.setattr(retrieve_small, "MAX_PIECE_OBJECTS", len(missing))
+    check_many = core.landing.check_many
+
+    async def brought_by_another(verify: Any) -> Any:
+        monkeypatch.setattr(core.landing, "check_many", check_many)
+        assert not any((await retrieve_all(missing)).values())
+        return await check_many(verify)
+
+    monkeypatch.setattr(core.landing, "check_many", brought_by_another)
+    before = core.counters.get("objects_pulled")
+    assert await retrieve_all(missing + held) == {info.object.name: True for info in missing + held}
+    assert core.counters.get("objects_pulled") == before + len(missing)
