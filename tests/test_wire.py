@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicator import wire
+from replicator import rpc_errors, wire
 from replicator.decide.types import (
     ContainerInventory,
     HeldObject,
@@ -295,7 +295,7 @@ class _Fails(grpc.GenericRpcHandler):
 
     def service(self, details: Any) -> Any:
         async def handle(request: bytes, context: Any) -> bytes:
-            await wire.abort(context, self._raised[int(request)])
+            await rpc_errors.abort(context, self._raised[int(request)])
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -305,7 +305,7 @@ def _call_sync(address: str, request: bytes) -> ReplicatorError:
         try:
             channel.unary_unary("/s/m")(request, timeout=5)
         except grpc.RpcError as error:
-            return wire.error_from_rpc(error, "a thing", "node-x", 5.0)
+            return rpc_errors.error_from_rpc(error, "a thing", "node-x", 5.0)
     raise AssertionError("the call succeeded")
 
 
@@ -314,7 +314,7 @@ async def _call_async(address: str, request: bytes) -> ReplicatorError:
         try:
             await channel.unary_unary("/s/m")(request, timeout=5)
         except grpc.RpcError as error:
-            return wire.error_from_rpc(error, "a thing", "node-x", 5.0)
+            return rpc_errors.error_from_rpc(error, "a thing", "node-x", 5.0)
     raise AssertionError("the call succeeded")
 
 
@@ -371,10 +371,10 @@ async def test_a_call_that_nobody_answers_says_what_whom_and_how_long(socket_pat
     finally:
         never.set()
         await server.stop(None)
-    error = wire.error_from_rpc(silent.value, "its inventory", "node-x", 0.2)
+    error = rpc_errors.error_from_rpc(silent.value, "its inventory", "node-x", 0.2)
     assert type(error) is DeadlineExceededError
     assert all(part in str(error) for part in ("0.2 s", "its inventory", "node-x"))
-    assert type(wire.error_from_rpc(unknown.value, "a thing", "node-x", 5)) is UnsupportedError
+    assert type(rpc_errors.error_from_rpc(unknown.value, "a thing", "node-x", 5)) is UnsupportedError
 
 
 async def test_a_call_to_nobody_names_who_is_missing(shm_root: Path) -> None:

@@ -165,7 +165,7 @@ class AdminClient:
     def _error(self, error: grpc.RpcError, awaited: str) -> ReplicatorError:
         import grpc
 
-        from replicator.wire import error_from_rpc
+        from replicator.rpc_errors import error_from_rpc
 
         known = error_from_rpc(error, awaited, self.target.whom, self.deadline_s)
         call: Any = error

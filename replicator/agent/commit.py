@@ -46,12 +46,7 @@ from replicator.ids import ContainerVersion, NodeAddress
 from replicator.native import crc32c
 from replicator.store import Store
 from replicator.v1 import peer_pb2
-from replicator.wire import (
-    Sender,
-    manifest_to_bytes,
-    sender_to_pb,
-    version_to_pb,
-)
+from replicator.wire import Sender, manifest_to_bytes, sender_to_pb, version_to_pb
 
 MAX_OPEN = 64
 # A committed container of which nothing was acknowledged for so long: who waits for its protection is told.

@@ -13,7 +13,7 @@ from grpc.aio import EOF
 
 from replicator.errors import DeadlineExceededError, PeerUnavailableError
 from replicator.ids import NodeAddress
-from replicator.wire import KIND_KEY, error_from_rpc
+from replicator.rpc_errors import KIND_KEY, error_from_rpc
 
 _PACKAGE = "/replicator.v1."
 # Metadata of every call but Hello: the process it is meant for. Another one at the same address refuses it.

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class LocalServicer(local_pb2_grpc.LocalServiceServicer):
-    """Serves the unix socket. Errors leave as statuses that carry their kind (`wire.abort`)."""
+    """Serves the unix socket. Errors leave as statuses that carry their kind (`rpc_errors.abort`)."""
 
     def __init__(self, core: AgentCore, clients: ClientRegistry) -> None:
         self._core = core

@@ -23,6 +23,7 @@ from replicator.errors import (
 )
 from replicator.faultpoints import reach
 from replicator.ids import NodeAddress, validate_node_id
+from replicator.rpc_errors import offer_failure
 from replicator.v1 import peer_pb2, peer_pb2_grpc, types_pb2
 from replicator.version import version as own_version
 from replicator.wire import (
@@ -38,7 +39,6 @@ from replicator.wire import (
     node_address_from_pb,
     node_address_to_pb,
     object_from_pb,
-    offer_failure,
     placement_to_pb,
     sender_from_pb,
     validate_address,

@@ -12,7 +12,7 @@ import grpc
 from replicator.agent.link import MEANT_FOR_KEY, NOT_ME_KEY
 from replicator.errors import PeerUnavailableError, ReplicatorError, StaleEpochError, StoreError
 from replicator.ids import NodeIdentity
-from replicator.wire import KIND_KEY, abort, short_message
+from replicator.rpc_errors import KIND_KEY, abort, short_message
 
 MAX_DEADLINE_S = 86_400.0
 

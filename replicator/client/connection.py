@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from replicator import parts
 from replicator.client.launch import AgentRecord
 from replicator.errors import AgentUnavailableError, DeadlineExceededError, ReplicatorError
+from replicator.rpc_errors import error_from_rpc
 from replicator.rpc_options import channel_options
 from replicator.v1 import local_pb2
-from replicator.wire import error_from_rpc
 
 _SERVICE = "/replicator.v1.LocalService/"
 # What a call to an agent that is gone, or was replaced, ends with.

@@ -29,13 +29,7 @@ from replicator.faultpoints import reach
 from replicator.ids import AgreedPlacement, NodeAddress, ObjectVersion
 from replicator.parts import allowance_s
 from replicator.v1 import local_pb2
-from replicator.wire import (
-    manifest_to_pb,
-    node_address_to_pb,
-    object_to_pb,
-    placement_from_pb,
-    placement_to_pb,
-)
+from replicator.wire import manifest_to_pb, node_address_to_pb, object_to_pb, placement_from_pb, placement_to_pb
 
 # Names of so many objects fit a message of gRPC's 4 MiB, however long they are.
 MAX_OBJECTS_PER_CALL = 4096

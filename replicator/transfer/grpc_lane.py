@@ -25,10 +25,11 @@ from replicator.errors import (
 )
 from replicator.ids import NodeAddress, ObjectVersion
 from replicator.native import copy_crc32c
+from replicator.rpc_errors import abort, error_from_rpc
 from replicator.transfer.lane import OnBlocks, OnBytes, ServedObject, Source
 from replicator.transfer.serve_limit import ServeLimit, TokenBucket
 from replicator.v1 import data_pb2, types_pb2
-from replicator.wire import abort, error_from_rpc, object_to_pb
+from replicator.wire import object_to_pb
 
 CHUNK_BYTES = 1 << 20
 """Of a message, and so the least that counts as progress on this lane."""

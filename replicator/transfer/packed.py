@@ -24,10 +24,10 @@ from replicator.errors import (
     TransferError,
     TransferStalledError,
 )
+from replicator.rpc_errors import abort, error_from_rpc
 from replicator.transfer.grpc_lane import SERVICE
 from replicator.transfer.serve_limit import ServeLimit, TokenBucket
 from replicator.v1 import data_pb2
-from replicator.wire import abort, error_from_rpc
 
 METHOD = "ReadPacked"
 MAX_OBJECT_BYTES = 256 << 10

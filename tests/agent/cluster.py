@@ -21,6 +21,7 @@ from replicator.decide.types import Manifest, ManifestEntry, ObjectSource
 from replicator.errors import ReplicatorError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity, ObjectVersion
 from replicator.native import combine_blocks
+from replicator.rpc_errors import error_from_rpc
 from replicator.rpc_options import channel_options
 from replicator.store.client_lock import ClientLock
 from replicator.store.paths import StorePaths, open_root
@@ -30,7 +31,6 @@ from replicator.store.trailer import ObjectInfo, capacity_for
 from replicator.store.writer import ObjectWriter
 from replicator.v1 import admin_pb2, local_pb2, peer_pb2, types_pb2
 from replicator.wire import (
-    error_from_rpc,
     info_to_pb,
     manifest_to_pb,
     node_address_to_pb,

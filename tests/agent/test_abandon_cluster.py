@@ -15,10 +15,10 @@ from cluster import MIB, Cluster, cluster
 from replicator.errors import CommitError, InvalidIdError, StaleEpochError
 from replicator.ids import CheckpointContainerId, ContainerVersion, make_generation
 from replicator.native import crc32c
+from replicator.rpc_errors import error_from_rpc
 from replicator.v1 import local_pb2, peer_pb2, types_pb2
 from replicator.wire import (
     Sender,
-    error_from_rpc,
     info_to_pb,
     manifest_chunks,
     manifest_to_bytes,

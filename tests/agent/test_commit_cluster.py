@@ -303,7 +303,7 @@ def _put(made: Cluster, index: int, data: bytes, crc: int, epoch: int = 1, sende
     import grpc
 
     from replicator.errors import ReplicatorError
-    from replicator.wire import error_from_rpc
+    from replicator.rpc_errors import error_from_rpc
 
     chunks = list(manifest_chunks(data, crc, Sender(made.nodes[sender].address.identity, made.ranks[0].job, epoch)))
     with grpc.insecure_channel(made.nodes[index].address.grpc_address) as channel:

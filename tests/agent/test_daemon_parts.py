@@ -71,4 +71,4 @@ def test_an_agent_has_one_event_loop_and_a_trainer_none() -> None:
                 elif (node.value.id, node.attr) == ("grpc", "aio"):
                     speakers.add(Path(where).parts[0])
     assert loops == ["agent/daemon.py"] * 2, "asyncio.Runner of uvloop.new_event_loop, at one place"
-    assert speakers <= {"agent", "transfer", "wire.py"}
+    assert speakers <= {"agent", "transfer", "rpc_errors.py"}

@@ -10,7 +10,7 @@ import grpc
 from fuzz_engine import Target
 from google.protobuf.message import DecodeError, Message
 
-from replicator import errors, wire
+from replicator import errors, rpc_errors, wire
 from replicator.config import split_address
 from replicator.decide.types import (
     ContainerInventory,
@@ -231,13 +231,15 @@ def _call_errors() -> Target:
         kind, _, details = rest.partition(b":")
         words = details.decode("utf-8", "replace")
         for value in (kind, kind.decode("utf-8", "replace")):
-            failure = _CallError(codes[sum(code) % len(codes)], words or None, [("x", b"\xff"), (wire.KIND_KEY, value)])
-            meaning = wire.error_from_rpc(failure, "an answer", "node n", 1.0)
+            failure = _CallError(
+                codes[sum(code) % len(codes)], words or None, [("x", b"\xff"), (rpc_errors.KIND_KEY, value)]
+            )
+            meaning = rpc_errors.error_from_rpc(failure, "an answer", "node n", 1.0)
             assert isinstance(meaning, ReplicatorError)
-            sent = wire.offer_failure(meaning)
+            sent = rpc_errors.offer_failure(meaning)
             assert isinstance(errors.from_wire(sent.error_kind, sent.error_message), type(meaning))
-            assert len(sent.error_message.encode()) <= wire.MAX_DETAIL_BYTES
-            assert wire.status_code(meaning) is not grpc.StatusCode.INTERNAL
+            assert len(sent.error_message.encode()) <= rpc_errors.MAX_DETAIL_BYTES
+            assert rpc_errors.status_code(meaning) is not grpc.StatusCode.INTERNAL
 
     corpus = [f"{number}:{kind}:what was wrong".encode() for number, kind in enumerate(["", "Nobody", *errors.KINDS])]
     return Target("call-errors", corpus, read, (), (b":", b"\xff", b"ReplicatorError", "\U0001f600".encode() * 900))

@@ -22,6 +22,7 @@ from replicator.errors import (
     from_wire,
 )
 from replicator.ids import ContainerVersion, ObjectVersion
+from replicator.rpc_errors import error_from_rpc
 from replicator.store.client_lock import ClientLock
 from replicator.store.publish import publish
 from replicator.store.reader import open_object
@@ -29,7 +30,7 @@ from replicator.store.segment import MappedSegment, MappingCache
 from replicator.store.trailer import ObjectInfo, capacity_for
 from replicator.store.writer import ObjectWriter
 from replicator.v1 import local_pb2, types_pb2
-from replicator.wire import error_from_rpc, info_to_pb, manifest_to_pb, object_to_pb, version_from_pb, version_to_pb
+from replicator.wire import info_to_pb, manifest_to_pb, object_to_pb, version_from_pb, version_to_pb
 
 from .loop import Process
 from .machine import lock_lost

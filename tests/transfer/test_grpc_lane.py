@@ -14,13 +14,14 @@ from transfer_support import Peer, eventually, fetch, some_bytes
 
 from replicator.errors import InvalidIdError, ReplicatorError, StaleEpochError, TransferError
 from replicator.ids import NodeIdentity
+from replicator.rpc_errors import error_from_rpc
 from replicator.rpc_options import server_options
 from replicator.store.reader import ObjectReader, open_object
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.grpc_lane import CHUNK_BYTES, METHOD, SERVICE, GrpcLane, data_service
 from replicator.transfer.lane import Lane
 from replicator.v1 import data_pb2
-from replicator.wire import Sender, error_from_rpc, object_from_pb, object_to_pb, sender_to_pb
+from replicator.wire import Sender, object_from_pb, object_to_pb, sender_to_pb
 
 DATA = some_bytes(3 * CHUNK_BYTES + 7)
 
