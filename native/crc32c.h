@@ -20,7 +20,7 @@ std::uint32_t crc32c_shift(std::uint64_t len_b);
 std::uint32_t crc32c_combine_by(std::uint32_t shift, std::uint32_t crc_a, std::uint32_t crc_b);
 
 // What `Crc32cKernel::copy` asks of its target's address and of its size.
-inline constexpr std::size_t kCopyAlignment = 128;
+inline constexpr std::size_t kCopyAlignment = 256;
 
 // One way to compute it. `run` works on the register itself: inverted before and after by the caller. `copy`, where
 // there is one, also copies the bytes past the caches; target and size are multiples of kCopyAlignment, and the caller

@@ -1,5 +1,5 @@
 // CRC32C on x86-64: the CRC32 instruction (SSE4.2), and for long inputs carry-less multiplication, of 128 bits at a time
-// (PCLMULQDQ) or 256 (VPCLMULQDQ), both also with a copy in the same loop.
+// (PCLMULQDQ), 256 (VPCLMULQDQ with AVX2) or 512 (with AVX-512), all of these also with a copy in the same loop.
 // Each function names what it needs, so the file is compiled for any x86-64 and chosen from at run time.
 #include "crc32c_x86.h"
 
@@ -17,6 +17,7 @@ namespace {
 #define REPLICATOR_SSE42 __attribute__((target("sse4.2")))
 #define REPLICATOR_PCLMUL __attribute__((target("sse4.2,pclmul")))
 #define REPLICATOR_VPCLMUL __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq")))
+#define REPLICATOR_AVX512 __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq,avx512f")))
 
 REPLICATOR_SSE42 std::uint32_t run_sse42(std::uint32_t state, const std::uint8_t* data, std::size_t size) {
   std::uint64_t wide = state;
@@ -164,12 +165,75 @@ REPLICATOR_VPCLMUL std::uint32_t copy_vpclmul(std::uint32_t state, std::uint8_t*
   return size == 0 ? state : fold_all_wide<true>(state, target, source, size);
 }
 
+constexpr std::size_t kWidestStride = kLanes * 64;
+
+REPLICATOR_AVX512 inline __m512i widest_keys(long long low, long long high) {
+  return _mm512_set_epi64(high, low, high, low, high, low, high, low);
+}
+
+REPLICATOR_AVX512 inline __m512i fold_widest(__m512i state, __m512i keys, __m512i next) {
+  const __m512i low = _mm512_clmulepi64_epi128(state, keys, 0x00);
+  const __m512i high = _mm512_clmulepi64_epi128(state, keys, 0x11);
+  constexpr int kXorOfThree = 0x96;
+  return _mm512_ternarylogic_epi64(low, high, next, kXorOfThree);
+}
+
+template <bool Copy>
+REPLICATOR_AVX512 inline void stream_widest(std::uint8_t* target, std::size_t offset, __m512i value) {
+  if constexpr (Copy) _mm512_stream_si512(reinterpret_cast<__m512i*>(target + offset), value);
+}
+
+// The register after `size` bytes, a positive multiple of kWidestStride; Copy: they are also stored at `target`, which
+// is aligned to 64 bytes.
+template <bool Copy>
+REPLICATOR_AVX512 inline std::uint32_t fold_all_widest(std::uint32_t state, std::uint8_t* target,
+                                                       const std::uint8_t* data, std::size_t size) {
+  __m512i lanes[kLanes];
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    lanes[i] = _mm512_loadu_si512(data + 64 * i);
+    stream_widest<Copy>(target, 64 * i, lanes[i]);
+  }
+  lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
+
+  const __m512i by_stride = widest_keys(fold_low(8 * kWidestStride), fold_high(8 * kWidestStride));
+  for (std::size_t done = kWidestStride; done < size; done += kWidestStride) {
+    const char* ahead = reinterpret_cast<const char*>(data) + done + kAhead;
+    for (std::size_t i = 0; i < kLanes; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T0);
+    __m512i next[kLanes];
+    for (std::size_t i = 0; i < kLanes; ++i) next[i] = _mm512_loadu_si512(data + done + 64 * i);
+    for (std::size_t i = 0; i < kLanes; ++i) stream_widest<Copy>(target, done + 64 * i, next[i]);
+    for (std::size_t i = 0; i < kLanes; ++i) lanes[i] = fold_widest(lanes[i], by_stride, next[i]);
+  }
+  const __m512i by_lane = widest_keys(fold_low(512), fold_high(512));
+  for (std::size_t i = 1; i < kLanes; ++i) lanes[i] = fold_widest(lanes[i - 1], by_lane, lanes[i]);
+  alignas(64) std::uint8_t quarters[64];
+  _mm512_store_si512(quarters, lanes[kLanes - 1]);
+  const __m128i by_quarter = _mm_set_epi64x(fold_high(128), fold_low(128));
+  __m128i folded = load(quarters);
+  for (std::size_t at = 16; at < sizeof quarters; at += 16) folded = fold(folded, by_quarter, load(quarters + at));
+  return reduce(folded);
+}
+
+REPLICATOR_AVX512 std::uint32_t run_avx512(std::uint32_t state, const std::uint8_t* data, std::size_t size) {
+  if (size < 4 * kWidestStride) return run_vpclmul(state, data, size);
+  const std::size_t whole = size / kWidestStride * kWidestStride;
+  state = fold_all_widest<false>(state, nullptr, data, whole);
+  return run_sse42(state, data + whole, size - whole);
+}
+
+REPLICATOR_AVX512 std::uint32_t copy_avx512(std::uint32_t state, std::uint8_t* target, const std::uint8_t* source,
+                                            std::size_t size) {
+  static_assert(kCopyAlignment % kWidestStride == 0);
+  return size == 0 ? state : fold_all_widest<true>(state, target, source, size);
+}
+
 }  // namespace
 
 void add_x86_kernels(std::vector<Crc32cKernel>& kernels) {
   if (!__builtin_cpu_supports("sse4.2")) return;
-  // Of avx2 the operating system has a say too (XGETBV): this asks both.
+  // Of avx2 and avx512f the operating system has a say too (XGETBV): this asks both.
   if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) {
+    if (__builtin_cpu_supports("avx512f")) kernels.push_back({"avx512", run_avx512, copy_avx512});
     kernels.push_back({"vpclmul", run_vpclmul, copy_vpclmul});
   }
   if (__builtin_cpu_supports("pclmul")) kernels.push_back({"pclmul", run_pclmul, copy_pclmul});

@@ -1,4 +1,5 @@
-// The Python face of native/. Arguments are checked in replicator/native.py.
+// The Python face of native/. Arguments are checked, and what is wrong with them said well, in replicator/native.py;
+// here again whatever would end the interpreter or never return, for who calls this module itself.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -66,11 +67,19 @@ std::vector<std::string> py_kernels() {
   return names;
 }
 
+[[noreturn]] void refuse(const std::string& text) { throw nb::value_error(text.c_str()); }
+
 void check_room(const Buffer& to, const Buffer& from) {
   if (to.size() < from.size()) {
-    const std::string text = "expected a target of at least " + std::to_string(from.size()) + " bytes, found " +
-                             std::to_string(to.size());
-    throw nb::value_error(text.c_str());
+    refuse("expected a target of at least " + std::to_string(from.size()) + " bytes, found " +
+           std::to_string(to.size()));
+  }
+}
+
+void check_blocks(std::size_t block_size, std::size_t prefix_size = 0) {
+  if (block_size == 0) refuse("block_size: expected a positive number of bytes, found 0");
+  if (prefix_size >= block_size) {
+    refuse("prefix_size: expected 0.." + std::to_string(block_size - 1) + ", found " + std::to_string(prefix_size));
   }
 }
 
@@ -95,11 +104,17 @@ std::uint32_t py_copy_crc32c_by(const std::string& kernel, nb::handle target, nb
 std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_parts(const nb::list& parts, std::size_t block_size,
                                                                     std::uint32_t prefix_crc, std::size_t prefix_size,
                                                                     unsigned threads) {
+  check_blocks(block_size, prefix_size);
   std::deque<Buffer> held;
   std::vector<Part> native;
   std::size_t size = 0;
-  for (nb::handle part : parts) {
-    const auto pair = nb::cast<nb::tuple>(part);
+  // By index: asking an object for its buffer may run Python code, which may shorten the list.
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const nb::object part = parts[i];
+    if (!PyTuple_Check(part.ptr()) || PyTuple_GET_SIZE(part.ptr()) != 2) {
+      throw nb::type_error("expected parts that are tuples of a target (or None) and a source");
+    }
+    const auto pair = nb::borrow<nb::tuple>(part);
     const Buffer& from = held.emplace_back(pair[1], PyBUF_SIMPLE);
     std::uint8_t* target = nullptr;
     if (!pair[0].is_none()) {
@@ -116,6 +131,7 @@ std::tuple<std::vector<std::uint32_t>, std::uint32_t> py_copy_parts(const nb::li
 }
 
 std::vector<std::uint32_t> py_block_crcs(nb::handle object, std::size_t block_size) {
+  check_blocks(block_size);
   const Buffer buffer(object, PyBUF_SIMPLE);
   return without_gil(buffer.size(), [&] {
     std::vector<std::uint32_t> crcs;
@@ -131,6 +147,7 @@ std::vector<std::uint32_t> py_block_crcs(nb::handle object, std::size_t block_si
 std::tuple<std::size_t, std::vector<std::uint32_t>, std::uint32_t, int> py_recv_blocks(
     int fd, nb::handle target, std::size_t block_size, double progress_timeout_s, double slice_s, int cancel_fd,
     std::uint32_t prefix_crc, std::size_t prefix_size) {
+  check_blocks(block_size, prefix_size);
   const Buffer buffer(target, PyBUF_WRITABLE);
   const ReceiveOptions options{block_size, std::chrono::duration<double>(progress_timeout_s),
                                std::chrono::duration<double>(slice_s), cancel_fd, prefix_crc, prefix_size};

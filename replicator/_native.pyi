@@ -1,4 +1,4 @@
-"""The functions of native/module.cpp. They check no argument that replicator/native.py has checked."""
+"""The functions of native/module.cpp. replicator/native.py checks their arguments, and says better what is wrong."""
 
 from _typeshed import ReadableBuffer, WriteableBuffer
 

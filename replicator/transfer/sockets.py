@@ -28,7 +28,7 @@ def listen(host: str, port: int, backlog: int, congestion: str = "") -> socket.s
     """A listening TCP socket; connections that it accepts have the congestion control from their first packet on.
 
     One that begins with another, of which bbr is the system's on many machines, stays paced by timers for its whole
-    life, and that costs a fifth of the rate on a fast network.
+    life, which a fast network does not need and is slowed down by.
 
     Raises:
         OSError: the address cannot be bound.
