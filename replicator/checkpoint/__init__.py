@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replicator.checkpoint.buckets import ObjectWriteBucket, WriteItemResolver
+    from replicator.checkpoint.committing import SaveInParts
     from replicator.checkpoint.default_saver import DefaultCheckpointSaver
     from replicator.checkpoint.loader import CheckpointLoader, DefaultCheckpointLoader
     from replicator.checkpoint.objects import CheckpointObjectManager
@@ -23,6 +24,7 @@ __all__ = [
     "ObjectWriteBucket",
     "ReplicatedStorageReader",
     "ReplicatedStorageWriter",
+    "SaveInParts",
     "WriteItemResolver",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "ObjectWriteBucket": "replicator.checkpoint.buckets",
     "ReplicatedStorageReader": "replicator.checkpoint.reader",
     "ReplicatedStorageWriter": "replicator.checkpoint.writer",
+    "SaveInParts": "replicator.checkpoint.committing",
     "WriteItemResolver": "replicator.checkpoint.buckets",
 }
 

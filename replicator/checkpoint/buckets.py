@@ -72,13 +72,10 @@ class ObjectWriteBucket:
             self._own.add(len(self.tensor_data))
         self.tensor_data.append((item, tensor))
 
-    def rename(self, of: Callable[[str], str | None]) -> bool:
-        """Give the object the name that `of` makes of its name; whether it makes one."""
-        name, shown = of(self.object_id.name), of(self.object_name)
-        if name is None or shown is None:
-            return False
-        self.object_id, self.object_name = CheckpointObjectId(self.object_id.container, name), shown
-        return True
+    def rename(self, name: str) -> None:
+        """Give the object another name, in the same folder."""
+        above = len(self.object_id.name) - len(self.object_name)
+        self.object_id, self.object_name = CheckpointObjectId(self.object_id.container, name), name[above:]
 
     def tensors(self) -> Iterable[tuple[WriteItem, torch.Tensor]]:
         """To be written."""
@@ -229,7 +226,7 @@ def in_threads(work: Sequence[tuple[str, Callable[[], ResultT]]], threads: int, 
         try:
             return piece()
         except Exception as error:
-            logger.error("%s: %s of %s failed: %s: %s", what, name, what, type(error).__name__, error)
+            logger.error("%s of %s could not be written: %s: %s", name, what, type(error).__name__, error)
             return error
 
     if min(threads, len(work)) < 2:

@@ -47,7 +47,7 @@ COORDINATOR = 0
 @dataclass
 class OneSave:
     """The save at hand. `written`: whether this rank has begun to write objects. `sealed`: what this process wrote, by
-    name. `listed`: names of objects that its metadata speak of."""
+    name. `listed`: names of the metadata that this rank knows of, and of objects that they list."""
 
     version: ContainerVersion
     written: bool = False
@@ -129,10 +129,9 @@ class DefaultCheckpointSaver(CheckpointSaver):
         self._mark(container)
         try:
             if self._save is not None:
-                logger.warning(
-                    "%s was never finalized by rank %d; it is given up", self._save.version, self._global_rank()
-                )
-                self._objects.forget(self._save.version.container)
+                left = self._save.version
+                logger.warning("%s was never finalized by rank %d; it is given up", left, self._global_rank())
+                self._objects.forget(left.container)
                 self._save = None
             self._save = OneSave(self._objects.take_part(self._begin(container)))
         except BaseException:
@@ -210,20 +209,24 @@ class DefaultCheckpointSaver(CheckpointSaver):
         return [result for part in written for result in part]
 
     def async_replicate_object(self, object_id: CheckpointObjectId) -> list[Future[ReplicaInfo]]:
-        """Never waits for a peer; raises StaleEpochError when a newer incarnation of the job exists."""
-        return self._objects.replicate(object_id, self._replication)
+        """Of an object that was written again, also by another process, its last writing. Never waits for a peer.
+
+        Raises StaleEpochError when a newer incarnation of the job exists.
+        """
+        one = CheckpointObjectId(object_id.container, self._last_name(object_id))
+        return self._objects.replicate(one, self._replication)
 
     def write_metadata(
         self, checkpoint_id: CheckpointId, metadata: Metadata, md_object_name: str = METADATA_NAME
     ) -> None:
-        """Does nothing on other ranks than local rank 0. Nodes that write it must give the same metadata."""
+        """Writes nothing on other ranks than local rank 0, and global rank 0 wherever it is. All that write must give
+        the same metadata; what these list cannot be written again with other content."""
         save = self._begun(checkpoint_id)
-        if self._local_rank() != 0:
-            return
-        save.written = True
-        one = CheckpointObjectId(save.version.container, md_object_name)
-        save.sealed[md_object_name] = entry_of(self._objects.write_bytes(one, self._serialised(metadata)))
-        self.async_replicate_object(one)
+        if self._local_rank() == 0 or self._global_rank() == COORDINATOR:
+            save.written = True
+            one = CheckpointObjectId(save.version.container, md_object_name)
+            save.sealed[md_object_name] = entry_of(self._objects.write_bytes(one, self._serialised(metadata)))
+            self.async_replicate_object(one)
         save.listed.add(md_object_name)
         folder = posixpath.dirname(md_object_name)
         paths = {info.relative_path for info in (metadata.storage_data or {}).values()}
@@ -335,17 +338,23 @@ class DefaultCheckpointSaver(CheckpointSaver):
         self._objects.mark_finished(container, self._local_rank())
 
     def _write(self, save: OneSave, bucket: ObjectWriteBucket, replicate: bool) -> list[WriteResult]:
-        bucket.rename(lambda name: last_name(name, lambda other: self._objects.has(save.version.object(other))))
+        bucket.rename(self._last_name(bucket.object_id))
         try:
             results = self._write_under_its_name(save, bucket)
         except ObjectExistsError:
-            if not bucket.rename(next_name):
+            name = next_name(bucket.object_id.name)
+            if name is None or bucket.object_id.name in save.listed:
                 raise
+            bucket.rename(name)
             logger.warning("%s is written again, with other content, as %s", save.version, bucket.object_name)
             results = self._write_under_its_name(save, bucket)
         if replicate:
             self.async_replicate_object(bucket.object_id)
         return results
+
+    def _last_name(self, one: CheckpointObjectId) -> str:
+        """Of the last writing of an object on this node."""
+        return last_name(one.name, lambda name: self._objects.has(CheckpointObjectId(one.container, name)))
 
     def _write_under_its_name(self, save: OneSave, bucket: ObjectWriteBucket) -> list[WriteResult]:
         with self._objects.acquire_buffer(bucket.object_id, self._initial_size or bucket.size_bytes) as sink:

@@ -35,6 +35,8 @@ def stage_flat(
 
     def want(key: str, tensor: torch.Tensor) -> None:
         with _naming(key, tensor):
+            if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+                raise UnsupportedError("its ranks hold parts of a sum; give it a placement without Partial first")
             local = _local(tensor)
             _check_kind(local)
             if copy_cpu or local.device.type != "cpu":
@@ -94,6 +96,8 @@ def _place(tensor: torch.Tensor, local: torch.Tensor) -> Any:
 
 
 def _check_flat(state_dict: Mapping[str, Any]) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(f"expected a state dict, text to tensors and values, found {type(state_dict).__name__}")
     for key, value in state_dict.items():
         if not isinstance(key, str):
             raise ConfigError(f"expected keys that are text in the state dict, found {key!r}")
@@ -101,7 +105,7 @@ def _check_flat(state_dict: Mapping[str, Any]) -> None:
         if inner:
             raise ConfigError(
                 f"key {key!r}: expected a flattened state dict, found a tensor at {inner}; use "
-                "torch.distributed.checkpoint.state_dict_utils or _nested_dict.flatten_state_dict first"
+                "torch.distributed.checkpoint._nested_dict.flatten_state_dict first"
             )
 
 

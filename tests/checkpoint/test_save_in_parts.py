@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from job_support import nodes, run_job
 
 import replicator
-from replicator.checkpoint import ReplicatedStorageReader, ReplicatedStorageWriter
-from replicator.checkpoint.committing import SaveInParts
+from replicator.checkpoint import ReplicatedStorageReader, ReplicatedStorageWriter, SaveInParts
 from replicator.errors import ConfigError
 from replicator.ids import CheckpointContainerId
 

@@ -295,6 +295,8 @@ def test_every_error_is_logged_and_all_are_raised_together(
     for key in bad:
         assert repr(key) in str(caught.value)
         assert repr(key) in caplog.text
+    failed = f"{buckets[0].object_name} of job/step-{steps}_ckpt on rank 0 could not be written: UnsupportedError: key"
+    assert failed in caplog.messages[0] + caplog.messages[1]
     assert isinstance(caught.value.__cause__, ExceptionGroup)
     assert len(caught.value.__cause__.exceptions) == 2
     # What is sound is written, and the same again is no error: an earlier attempt is written over.
@@ -319,6 +321,10 @@ def test_an_earlier_attempt_is_written_over(session: Session, steps: int) -> Non
     first, second, third = (f"__0_0_src0{again}.distcp" for again in ("", ".1", ".2"))
     assert names == [first, first, second, third]
     saver.write_metadata(steps + 1, with_results(metadata, results))
+    # What the metadata list stays.
+    late, _ = prepared(saver, steps + 1, {"w": torch.full((5,), 5.0)})
+    with pytest.raises(ObjectExistsError, match=r"__0_0_src0\.2\.distcp is sealed with .* Begin a new attempt"):
+        saver.write_data(steps + 1, late, True)
     # Metadata have one name. Whoever reads them must not find those of another writing.
     with pytest.raises(ObjectExistsError, match=r"\.metadata.* save the step again|Begin a new attempt"):
         saver.write_metadata(steps + 1, metadata)
@@ -404,14 +410,19 @@ def test_an_initial_size_beyond_the_budget_says_so(session: Session, steps: int)
 
 
 def test_metadata_are_written_by_local_rank_0_and_whole(session: Session, steps: int) -> None:
-    for local_rank in (1, 0):
-        saver = begun(session, steps, local_rank_getter=lambda rank=local_rank: rank)
+    """And by the rank that commits, which need not be one."""
+    for writes, global_rank, local_rank in ((False, 1, 1), (True, 1, 0), (True, 0, 1)):
+        numbers = [0, local_rank]
+        saver = begun(
+            session, steps, global_rank_getter=lambda of=numbers: of[0], local_rank_getter=lambda of=numbers: of[1]
+        )
         buckets, metadata = prepared(saver, steps, {"w": torch.ones(3)})
         metadata = with_results(metadata, saver.write_data(steps, buckets, False))
+        numbers[0] = global_rank
         saver.write_metadata(steps, metadata, "model/.metadata")
         directory = session.agent.paths.objects_of(saver._save.version)  # type: ignore[union-attr]
         written = [path for path in directory.iterdir() if "metadata" in path.name]
-        assert len(written) == (local_rank == 0)
+        assert len(written) == writes
     one = CheckpointObjectId(CheckpointContainerId("job", steps), "model/.metadata")
     with saver._objects.get_buffer(one) as held:
         assert pickle.loads(held.view) == metadata
@@ -512,6 +523,8 @@ def test_bad_input(session: Session, steps: int) -> None:
     nested = {"model": {"layer": [torch.ones(1)]}}
     with pytest.raises(ConfigError, match=r"key 'model': expected a flattened .* at model\['layer'\]\[0\]"):
         saver.stage_data(steps + 1, nested)
+    with pytest.raises(ConfigError, match=r"expected a state dict, .* found list"):
+        saver.stage_data(steps + 1, [("w", torch.ones(1))])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="found 3"):
         saver.stage_data(steps + 1, {3: torch.ones(1)})  # type: ignore[dict-item]
     values = {"w": torch.ones(3)}

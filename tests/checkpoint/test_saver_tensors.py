@@ -103,7 +103,7 @@ REFUSED = (
 )
 
 
-BY_PLANNER = REFUSED_DTYPES | {"mkldnn", "nested", "jagged", "masked", "uninitialised"}
+BY_PLANNER = REFUSED_DTYPES | {"mkldnn", "nested", "jagged", "masked", "uninitialised", "partial"}
 
 
 def table() -> dict[str, torch.Tensor]:
@@ -159,16 +159,22 @@ def sharded() -> torch.Tensor:
     return distribute_tensor(torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
 
 
+def partial(mesh: Any) -> torch.Tensor:
+    """A DTensor of which each rank holds a summand."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    return DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+
+
 def kept() -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in table().items() if key not in REFUSED} | {"dtensor": sharded()}
 
 
-def refusals(session: Session, through: str) -> dict[str, str]:
+def refusals(session: Session, through: str, summand: torch.Tensor) -> dict[str, str]:
     """What is said of each tensor that cannot be saved, in a save of its own."""
     said = {}
-    for step, (key, tensor) in enumerate(table().items()):
-        if key not in REFUSED:
-            continue
+    refused = {key: tensor for key, tensor in table().items() if key in REFUSED} | {"partial": summand}
+    for step, (key, tensor) in enumerate(refused.items()):
         try:
             if through == "saver":
                 saver = job_saver_of(session)
@@ -185,7 +191,8 @@ def refusals(session: Session, through: str) -> dict[str, str]:
 
 def save_all() -> tuple[dict[str, str], dict[str, str]]:
     with replicator.init() as session:
-        said = [refusals(session, through) if dist.get_rank() == 0 else {} for through in ("saver", "dcp")]
+        summand = partial(sharded().device_mesh)  # type: ignore[attr-defined]
+        said = [refusals(session, through, summand) if dist.get_rank() == 0 else {} for through in ("saver", "dcp")]
         dist.barrier()
         assert not session.lookup().found
         future = save_by_all(job_saver_of(session), 1000, kept(), threads=2)
@@ -222,7 +229,7 @@ def test_every_kind_of_tensor(shm_root: Path) -> None:
     assert len(table()) >= 46 + 20
     with nodes(shm_root, 2) as two:
         by_saver, by_dcp = run_job(two, save_all)[0]
-        assert by_saver.keys() == by_dcp.keys() == REFUSED & table().keys()
+        assert by_saver.keys() == by_dcp.keys() == (REFUSED & table().keys()) | {"partial"}
         for key, said in by_saver.items():
             assert said.startswith(("UnsupportedError: ", "SaveError: ")), (key, said)
             assert f"key {key!r}" in said
