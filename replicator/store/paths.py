@@ -32,6 +32,7 @@ from replicator.store.mounts import filesystem_of
 FORMAT_VERSION = 1
 CLIENT_ID = re.compile(r"(?:agent-)?[0-9a-f]{1,64}")
 TEMPORARY = ".tmp-"
+_WRITES = 3
 _DIRECTORIES = ("segments", "objects", "manifests", "jobs", "clients", "quarantine", "unfinished")
 _GENERATION = re.compile(r"[0-9a-f]{16}")
 
@@ -281,13 +282,21 @@ def read_small(path: Path) -> bytes:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader, also after a crash, finds the old content or the new."""
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a small file so that a reader, also after a crash, finds the old content or the new.
+
+    An agent that starts removes temporary files, and may meet that of a trainer: then it is made again.
+    """
+    for left in reversed(range(_WRITES)):
+        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as stream:
+                stream.write(data)
+            temporary.rename(path)
+            return
+        except FileNotFoundError:
+            if not left:
+                raise
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

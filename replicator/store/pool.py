@@ -150,6 +150,8 @@ class SegmentPool:
         """Take a file that was found in segments/ at start into account; one that nobody may use is removed."""
         path = self._paths.segments / name.text
         found = path.stat()
+        if found.st_size == 0 and not name.free and self._is_alive(name.client_id):
+            return  # its trainer has no agent, and makes it at this moment
         if found.st_nlink > 1 or found.st_size == 0:
             self._doom(path)
         elif name.free:

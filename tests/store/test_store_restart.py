@@ -13,7 +13,7 @@ from replicator.errors import CorruptObjectError, ObjectNotFoundError, StoreErro
 from replicator.ids import AgreedPlacement, NodeAddress, NodeIdentity, make_generation
 from replicator.native import crc32c
 from replicator.store import JobState, Store
-from replicator.store.paths import open_root
+from replicator.store.paths import SegmentName, open_root, write_atomic
 from replicator.store.publish import publish
 from replicator.store.reader import open_object
 from replicator.store.trailer import capacity_for
@@ -76,6 +76,38 @@ def test_a_record_of_a_version_without_labels_and_placement_is_read(store: Store
     assert reopened(store).job_state("job") == JobState(
         "job", 7, (NodeAddress(first, "127.0.0.1:1"),), 1, 6, (NodeAddress(second, "127.0.0.1:2"),), 16
     )
+
+
+def test_a_segment_that_a_trainer_makes_while_an_agent_starts_is_left_to_it(store: Store, trainer: Trainer) -> None:
+    """It has a name before it has a size; that of one who died at that is removed."""
+    dead = Trainer(store.paths)
+    names = [SegmentName.new(one.client_id).text for one in (trainer, dead)]
+    for name in names:
+        store.paths.segment(name).touch()
+    dead.close()
+    again = reopened(store)
+    assert [store.paths.segment(name).exists() for name in names] == [True, False]
+    check_accounts(again)
+
+
+def test_a_small_file_whose_temporary_is_swept_away_is_written_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's, by an agent that starts just then."""
+    rename = Path.rename
+
+    def swept(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        nonlocal again
+        again = reopened(store)
+        return rename(self, target)
+
+    again = store
+    monkeypatch.setattr(Path, "rename", swept)
+    write_atomic(store.paths.unfinished / "mark", b"content")
+    assert (store.paths.unfinished / "mark").read_bytes() == b"content"
+    assert [path.name for path in store.paths.unfinished.iterdir()] == ["mark"]
+    again.close()
 
 
 def test_quarantine(store: Store, trainer: Trainer) -> None:
