@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,7 @@ from replicator.agent.logs import fields
 from replicator.agent.manifest_sender import ManifestSender
 from replicator.agent.manifests import Manifests, check_own, fetch_manifest
 from replicator.agent.open_container import OpenContainer, Report
-from replicator.agent.own_copies import OwnCopies
+from replicator.agent.own_copies import MAX_PAUSE_DEADLINES, OwnCopies
 from replicator.agent.peers import PeerDirectory
 from replicator.agent.replicate import Replicator
 from replicator.agent.retention import Retention
@@ -40,6 +41,7 @@ from replicator.errors import (
     NotFoundError,
     ReplicatorError,
     StaleEpochError,
+    StoreError,
 )
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress
@@ -243,7 +245,7 @@ class Committer:
         waiting = {version: entry.manifest.resumable for version, entry in self._open.items() if not entry.stalled}
         for skip in plan_skips(waiting, newest.manifest.version, newest.manifest.resumable):
             entry = self._open.pop(skip.version)
-            for what in ("distribute", "watch"):
+            for what in ("distribute", "watch", "mark"):
                 self._background.cancel(what, skip.version)
             self._own_copies.forget(skip.version)
             error = self.skipping.skip(skip, newest.manifest.version, newest.epoch)
@@ -285,13 +287,28 @@ class Committer:
         if not entry.committed or entry.missing_owners() or self._store.is_protected(version):
             return
         reach("protect.marking")
-        if not self._store.mark_protected(version):
+        try:
+            marked = self._store.mark_protected(version)
+        except StoreError as error:
+            log.warning("a container cannot be marked as protected yet", extra=fields(version, reason=error))
+            self._background.spawn("mark", version, self._mark_later(entry))
+            return
+        if not marked:
             return  # dropped, for a newer one was protected before this one was committed everywhere
         reach("protect.marked")
         self._counters.add("containers_protected")
         log.info("container protected", extra=fields(version))
         entry.tell_protected()
         self._background.spawn("spread", version, self._spread_protection(version, entry.epoch))
+
+    async def _mark_later(self, entry: OpenContainer) -> None:
+        """Less and less often, until there is room for the mark: nobody who has reported would do so again."""
+        version = entry.manifest.version
+        pauses = 1
+        while self._open.get(version) is entry and not self._store.is_protected(version):
+            await asyncio.sleep(self._config.deadline_s / 16 * pauses * (0.75 + random.random() / 2))
+            pauses = min(2 * pauses, MAX_PAUSE_DEADLINES)
+            self._protect_if_due(entry)
 
     async def _spread_protection(self, version: ContainerVersion, epoch: int) -> None:
         """Drop what is superseded here, and tell all members."""
@@ -429,7 +446,7 @@ class Committer:
 
     def _forget(self, version: ContainerVersion, reason: str) -> None:
         entry = self._open.pop(version)
-        for what in ("distribute", "watch", "send again"):
+        for what in ("distribute", "watch", "send again", "mark"):
             self._background.cancel(what, version)
         self._fail(entry, CommitError(f"{version} was never protected: {reason}"))
 

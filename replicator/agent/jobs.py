@@ -199,6 +199,18 @@ class Jobs:
         state = self._states.get(job)
         return 0 if state is None else state.members_epoch
 
+    def retrieved(self, job: str) -> tuple[ContainerVersion | None, int]:
+        """The container of the job that its trainers loaded here last, and in which epoch; (None, 0): none."""
+        state = self._states.get(job)
+        return (None, 0) if state is None else (state.retrieved, state.retrieved_epoch)
+
+    def note_retrieved(self, version: ContainerVersion) -> None:
+        """Trainers of the newest epoch load this container here. Remembered over restarts, where there is room."""
+        job = version.container.job
+        epoch = self.epoch(job)
+        if epoch and self.retrieved(job) != (version, epoch):
+            self._put_if_room(dataclasses.replace(self._state(job), retrieved=version, retrieved_epoch=epoch))
+
     def elder(self, job: str) -> NodeAddress | None:
         """The node that knew the members of a later epoch than this one does, when the job was opened here."""
         epoch, node = self._elders.get(job, (0, self._address))
@@ -357,7 +369,7 @@ class Jobs:
             remembered = tuple(by_id.get(node.node_id, node) for node in remembered)
         learned = dataclasses.replace(state, members=members, remembered=(new + remembered)[:MAX_REMEMBERED])
         if learned != state:
-            self._put(learned)
+            self._put_if_room(learned)
 
     def begin(self, job: str, step: int, epoch: int) -> ContainerVersion:
         """A new attempt at saving a step, with a generation above all that are known here of this epoch.
@@ -427,6 +439,15 @@ class Jobs:
         self._store.put_job_state(state)
         self._states[state.job] = state
         self.revision += 1
+
+    def _put_if_room(self, state: JobState) -> None:
+        """Of what is worth knowing as long as this agent lives, too: a full disk is no reason to do without it."""
+        try:
+            self._put(state)
+        except StoreError as error:
+            log.warning("what is known of a job is not stored", extra={"job": state.job, "reason": error})
+            self._states[state.job] = state
+            self.revision += 1
 
 
 def _merged(first: Sequence[NodeAddress], second: Sequence[NodeAddress]) -> tuple[NodeAddress, ...]:

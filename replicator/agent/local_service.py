@@ -258,9 +258,9 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
         sources = [wire.source_from_pb(source) for source in request.objects]
         limit = deadline_s(request.deadline_ms, self._core.config.deadline_s)
         if request.later:
-            self._core.puller.retrieve_later(wanted, sources, limit)
+            self._core.puller.retrieve_later(wanted, sources, limit, observer=not request.epoch)
             return
-        events: Any = self._core.puller.retrieve(wanted, sources, limit)
+        events: Any = self._core.puller.retrieve(wanted, sources, limit, observer=not request.epoch)
         async with contextlib.aclosing(events):
             async for event in events:
                 if event.HasField("done_many") and not request.batched:

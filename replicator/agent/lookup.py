@@ -123,10 +123,14 @@ class Lookup:
             plan.container.CopyFrom(version_to_pb(decision.version))
             plan.world_size = manifests[decision.version].world_size
             if epoch and step is None:
-                self._retention.note_recoverable(decision.version)
+                self._retention.note_recoverable(decision.version, (one.version for one in decision.rejected))
             if epoch:
                 await self._keep_manifest(decision.version, round_.fetched)
-                await self._spread_manifest(decision.version, epoch, inventories)
+                try:
+                    await self._spread_manifest(decision.version, epoch, inventories)
+                except ReplicatorError as error:
+                    about = fields(decision.version, reason=error)
+                    log.warning("what is recovered cannot be marked as protected here", extra=about)
         if epoch and step is None and not silent:
             await self._abandon_leftovers(job, epoch, inventories)
         log.info("recovery lookup", extra={"job": job, "epoch": epoch, "found": plan.found, "reason": plan.reason})

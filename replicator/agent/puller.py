@@ -209,7 +209,7 @@ class Puller:
     # -- for trainers of this node
 
     async def retrieve(
-        self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float
+        self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float, *, observer: bool = False
     ) -> AsyncIterator[local_pb2.RetrieveEvent]:
         """Bring whole objects into this node's store. At least one event per object; failures are events too.
 
@@ -218,8 +218,9 @@ class Puller:
 
         Args:
             deadline_s: without progress for this long, a source is given up.
+            observer: who wants it takes no part in its job.
         """
-        self._retention.note_retrieved(version)
+        self._retention.note_retrieved(version, observer=observer)
         events: asyncio.Queue[local_pb2.RetrieveEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
         active: dict[str, Taking] = {}
         patience = Patience(self._policy(deadline_s))
@@ -366,9 +367,11 @@ class Puller:
         """
         return self._windows.bring(wanted, Patience(self._policy(deadline_s)))
 
-    def retrieve_later(self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float) -> None:
+    def retrieve_later(
+        self, version: ContainerVersion, sources: Sequence[ObjectSource], deadline_s: float, *, observer: bool = False
+    ) -> None:
         """Bring whole objects into this node's store when no trainer waits for bytes: see `Refill.expect`."""
-        self._retention.note_retrieved(version)
+        self._retention.note_retrieved(version, observer=observer)
         self._refill.expect(version, sources, self._policy(deadline_s))
 
     def read_object(self, version: ContainerVersion, source: ObjectSource, deadline_s: float) -> AsyncIterator[bytes]:

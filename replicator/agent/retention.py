@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
@@ -47,8 +47,9 @@ class Retention:
         self._manifests = manifests
         self._counters = counters
         self._dropped: OrderedDict[ContainerVersion, str] = OrderedDict()
-        self._recoverable: dict[str, tuple[ContainerVersion, ContainerVersion | None]] = {}
-        self._retrieved: dict[str, ContainerVersion] = {}
+        # Of each job what its last lookup found, and the newer ones that it could not take.
+        self._recoverable: dict[str, tuple[ContainerVersion, frozenset[ContainerVersion]]] = {}
+        self._observed: dict[str, ContainerVersion] = {}
         self._short: dict[str, dict[ContainerVersion, bool]] = {}
 
     async def run(self, job: str) -> int:
@@ -117,18 +118,30 @@ class Retention:
         """
         job = version.container.job
         recoverable, _ = self._recoverable.get(job, (None, None))
-        if version in (self._retrieved.get(job), recoverable):
+        retrieved, _ = self._jobs.retrieved(job)
+        if version in (retrieved, self._observed.get(job), recoverable):
             return 0
         return self._drop(Drop(version, reason))
 
-    def note_recoverable(self, version: ContainerVersion) -> None:
-        """A job found this container to be recoverable: keep it until it finds another, or protects a newer one."""
-        job = version.container.job
-        self._recoverable[job] = (version, self._superseding(version))
+    def note_recoverable(self, version: ContainerVersion, passed_over: Iterable[ContainerVersion]) -> None:
+        """A job found this container to be recoverable: keep it until it finds another, or protects a newer one.
 
-    def note_retrieved(self, version: ContainerVersion) -> None:
-        """A trainer brings this container here to load it: keep it until a later epoch's container is protected."""
-        self._retrieved[version.container.job] = version
+        Args:
+            passed_over: newer ones that cannot be restored. They do not take its place, also when this node hears
+                only later that they had been protected.
+        """
+        self._recoverable[version.container.job] = (version, frozenset(passed_over))
+
+    def note_retrieved(self, version: ContainerVersion, *, observer: bool = False) -> None:
+        """A trainer brings this container here to load it: keep it until something is protected in its own epoch.
+
+        Args:
+            observer: of another job. That one goes on from something else, which is kept beside it.
+        """
+        if observer:
+            self._observed[version.container.job] = version
+        else:
+            self._jobs.note_retrieved(version)
 
     def note_short(self, job: str, short: Mapping[ContainerVersion, bool]) -> None:
         """Containers that lost copies, and whether objects of them have none left. In any thread.
@@ -143,10 +156,11 @@ class Retention:
         marked = [version for version in versions if self._is_protected(version)]
         protected = [version for version in marked if not (short.get(version, False) if pressed else version in short)]
         newest_epoch = max((version.epoch for version in protected if self._manifests.is_resumable(version)), default=0)
-        retrieved = self._retrieved.get(job)
-        recoverable, newest_then = self._recoverable.get(job, (None, None))
-        if recoverable is not None and self._superseding(recoverable) != newest_then:
-            recoverable = None  # What was protected since then was acknowledged by all its holders later than that.
+        retrieved, since = self._jobs.retrieved(job)
+        observed = self._observed.get(job)
+        recoverable, passed_over = self._recoverable.get(job, (None, frozenset[ContainerVersion]()))
+        if recoverable is not None and self._superseding(recoverable, passed_over) is not None:
+            recoverable = None  # It was acknowledged by all its holders later than that.
         views = []
         for version in versions:
             manifest = self._manifests.get(version)
@@ -159,7 +173,8 @@ class Retention:
                     was_protected=version in marked and not pressed,
                     complete_locally=manifest is not None and is_protected and self._is_complete(manifest),
                     recoverable=version == recoverable,
-                    pinned=version == retrieved and version.epoch >= newest_epoch,
+                    pinned=(version == retrieved and max(since, version.epoch + 1) > newest_epoch)
+                    or (version == observed and version.epoch >= newest_epoch),
                     resumable=manifest is None or manifest.resumable,
                 )
             )
@@ -179,9 +194,12 @@ class Retention:
                     return False
         return True
 
-    def _superseding(self, version: ContainerVersion) -> ContainerVersion | None:
-        job = version.container.job
-        return superseding(version, self._manifests.is_resumable(version), self._manifests.protected(job))
+    def _superseding(
+        self, version: ContainerVersion, passed_over: frozenset[ContainerVersion]
+    ) -> ContainerVersion | None:
+        protected = self._manifests.protected(version.container.job)
+        others = {one: resumable for one, resumable in protected.items() if one not in passed_over}
+        return superseding(version, self._manifests.is_resumable(version), others)
 
     def _is_protected(self, version: ContainerVersion) -> bool:
         return self._store.is_protected(version) and self._store.manifest(version) is not None

@@ -16,6 +16,7 @@ from replicator.ids import (
     MAX_ATTEMPT,
     MAX_EPOCH,
     AgreedPlacement,
+    CheckpointContainerId,
     ContainerVersion,
     NodeAddress,
     NodeIdentity,
@@ -38,7 +39,7 @@ class JobState:
 
     `members` are those of `members_epoch`, the newest epoch that was joined here, and `placement` is theirs (None in
     records of versions that had none); `remembered` are other nodes, of earlier epochs. Attempts of `epoch` up to
-    `attempt` may have been given out.
+    `attempt` may have been given out. `retrieved` is what trainers loaded here last, in `retrieved_epoch`.
     """
 
     job: str
@@ -49,6 +50,8 @@ class JobState:
     remembered: tuple[NodeAddress, ...] = ()
     attempt: int = 0
     placement: AgreedPlacement | None = None
+    retrieved: ContainerVersion | None = None
+    retrieved_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,9 @@ class Records:
             "attempt": state.attempt,
             "placement": None if state.placement is None else state.placement.to_json(),
         }
+        if state.retrieved is not None:
+            one = state.retrieved
+            content["retrieved"] = [one.container.step, one.generation, state.retrieved_epoch]
         text = json.dumps({"crc32c": _json_crc(content), "state": content})
         write_atomic(self._paths.job(state.job), text.encode())
 
@@ -135,8 +141,13 @@ def _read_job(path: Path) -> JobState:
         found = stored["state"]
         if path.suffix != ".json" or _json_crc(found) != stored["crc32c"]:
             raise ValueError("it does not match its checksum")
+        job = validate_job(path.stem)
+        retrieved, retrieved_epoch = None, 0
+        if found.get("retrieved") is not None:
+            step, generation, retrieved_epoch = found["retrieved"]
+            retrieved = ContainerVersion(CheckpointContainerId(job, step), generation)
         return JobState(
-            job=validate_job(path.stem),
+            job=job,
             epoch=_number(found["epoch"], MAX_EPOCH),
             members=_nodes_from_json(found["members"]),
             replicas=_number(found["replicas"], _MAX_REPLICAS),
@@ -144,6 +155,8 @@ def _read_job(path: Path) -> JobState:
             remembered=_nodes_from_json(found["remembered"]),
             attempt=_number(found["attempt"], MAX_ATTEMPT),
             placement=None if found.get("placement") is None else AgreedPlacement.from_json(found["placement"]),
+            retrieved=retrieved,
+            retrieved_epoch=_number(retrieved_epoch, MAX_EPOCH),
         )
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptObjectError(f"{path} is damaged: {error}") from None

@@ -268,6 +268,24 @@ def test_jobs_and_memories_are_bounded(disk: Disk) -> None:
         jobs.check("one-more", 1)
 
 
+def test_a_full_disk_keeps_no_node_from_being_met(disk: Disk) -> None:
+    """Where others are is worth knowing also when it cannot be stored: else nobody could be asked for copies."""
+    jobs = disk.restart()
+    jobs.join("job", 1, PAIR, 1)
+    loaded = ContainerVersion(CheckpointContainerId("job", 3), make_generation(1, 1))
+    directory = disk.root / "jobs"
+    directory.rename(disk.root / "elsewhere")
+    jobs.learn("job", [node(2, incarnation=2, port=99)], first_hand=True)
+    jobs.note_retrieved(loaded)
+    (disk.root / "elsewhere").rename(directory)
+    assert jobs.everyone("job") == (ME, node(2, incarnation=2, port=99))
+    assert jobs.retrieved("job") == (loaded, 1)
+    jobs.check("job", 2)
+    again = disk.restart()
+    assert again.everyone("job") == (ME, node(2, incarnation=2, port=99)), "stored with the next change"
+    assert again.retrieved("job") == (loaded, 1)
+
+
 def test_what_could_not_be_persisted_is_not_answered(disk: Disk) -> None:
     jobs = disk.restart()
     jobs.join("job", 1, PAIR, 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import MIB
@@ -12,7 +15,8 @@ from replicator.agent.core import AgentCore, build_core
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.config import AgentConfig
-from replicator.decide.types import Manifest, ManifestEntry
+from replicator.decide.types import HeldObject, Manifest, ManifestEntry
+from replicator.errors import StoreFullError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
 from replicator.native import crc32c
 from replicator.store import Store
@@ -21,20 +25,27 @@ from replicator.store.paths import open_root
 from replicator.store.segment import MappingCache
 from replicator.store.trailer import capacity_for
 from replicator.store.writer import ObjectWriter
+from replicator.v1 import local_pb2
 from replicator.wire import manifest_to_bytes
 
 ME = NodeAddress(NodeIdentity("me", 9), "127.0.0.1:1")
 TRAINER = "ab"
 
 
+def _agent(root: Path) -> AgentCore:
+    store = Store(open_root(root, create=True), 16 * MIB)
+    store.rebuild()
+    config = AgentConfig(root=str(root), node_id="me", keep_last=1, deadline_s=6.0)
+    made = build_core(config, ME, store, Jobs(store, ME, 1), Counters())
+    store.on_pressure = made.retention.on_pressure
+    return made
+
+
 @pytest.fixture
 async def core(shm_root: Path) -> AsyncIterator[AgentCore]:
     """A job of this node alone, which keeps one protected container beside what it must keep."""
-    store = Store(open_root(shm_root / "me", create=True), 16 * MIB)
-    store.rebuild()
-    config = AgentConfig(root=str(shm_root / "me"), node_id="me", keep_last=1, deadline_s=6.0)
-    made = build_core(config, ME, store, Jobs(store, ME, 1), Counters())
-    store.on_pressure = made.retention.on_pressure
+    made = _agent(shm_root / "me")
+    store = made.store
     made.jobs.join("job", 1, [ME], 1)
     lock = ClientLock(store.paths, TRAINER)
     lock.acquire()
@@ -44,9 +55,9 @@ async def core(shm_root: Path) -> AsyncIterator[AgentCore]:
     store.close()
 
 
-def _protect(core: AgentCore, step: int, *elsewhere: ManifestEntry) -> ContainerVersion:
+def _protect(core: AgentCore, step: int, *elsewhere: ManifestEntry, marked: bool = True) -> ContainerVersion:
     """A protected container with an object of 4 MiB that is here, and with others that were on another node."""
-    version = core.jobs.begin("job", step, 1)
+    version = core.jobs.begin("job", step, core.jobs.epoch("job"))
     one = version.object("a")
     reserved = core.store.reserve(TRAINER, capacity_for(4 * MIB))
     mappings = MappingCache(core.store.paths)
@@ -57,9 +68,10 @@ def _protect(core: AgentCore, step: int, *elsewhere: ManifestEntry) -> Container
     core.store.seal(TRAINER, mapped.name, info)
     mappings.close()
     mine = ManifestEntry("a", info.size, info.crc32c, "me")
-    data = manifest_to_bytes(Manifest(version, 1, "me", 1, 1, 1, (mine, *elsewhere)))
+    data = manifest_to_bytes(Manifest(version, version.epoch, "me", 1, 1, 1, (mine, *elsewhere)))
     core.manifests.put(data, crc32c(data))
-    core.store.mark_protected(version)
+    if marked:
+        core.store.mark_protected(version)
     return version
 
 
@@ -83,6 +95,92 @@ async def test_what_a_lookup_of_the_job_found_is_kept_until_a_newer_one_is_prote
     newer = _protect(core, 3)
     assert await core.retention.run("job") == 2
     assert core.store.versions("job") == [newer]
+
+
+@pytest.mark.parametrize("pressed", [False, True])
+async def test_what_a_lookup_passed_over_takes_no_place_also_when_its_mark_comes_late(
+    core: AgentCore, pressed: bool
+) -> None:
+    """F04: a node that was away when step 2 was protected hears of it when too much of it is lost."""
+    found, hurt = _protect(core, 1), _protect(core, 2, LOST, marked=False)
+    assert (await core.lookup.run("job", 1, 1.0, None)).container.step == 1
+    core.store.mark_protected(hurt)
+    assert (core.retention.on_pressure(4 * MIB) if pressed else await core.retention.run("job")) == 0
+    assert core.store.versions("job") == [found, hurt]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_a_restart_of_the_job_loads_is_kept_until_it_has_protected_something(
+    core: AgentCore, restarted: bool, shm_root: Path
+) -> None:
+    """F04: also on nodes that were not asked for the plan, and by an agent that was started again meanwhile."""
+    found = _protect(core, 1)
+    core.jobs.join("job", 2, [ME], 1)
+    hurt = _protect(core, 2, LOST)
+    core.jobs.join("job", 3, [ME], 1)
+    assert [event async for event in core.puller.retrieve(found, (), 1.0)] == []
+    # What somebody else looks at does not change what the job goes on from.
+    assert [event async for event in core.puller.retrieve(hurt, (), 1.0, observer=True)] == []
+    if restarted:
+        await core.close()
+        core.store.close()
+        core = _agent(shm_root / "me")
+    try:
+        assert core.retention.on_pressure(4 * MIB) == 0
+        assert await core.retention.run("job") == 0
+        assert core.store.versions("job") == [found, hurt]
+        newer = _protect(core, 3)
+        assert await core.retention.run("job") == 2
+        assert core.store.versions("job") == [newer]
+    finally:
+        if restarted:
+            await core.close()
+            core.store.close()
+
+
+async def test_a_plan_is_given_also_when_its_mark_cannot_be_stored(
+    core: AgentCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node says that it is protected, and there is no room for that here."""
+    found = _protect(core, 1, marked=False)
+    (held,) = core.lookup.local("job")
+    monkeypatch.setattr(core.lookup, "local", lambda *_: (replace(held, is_protected=True),))
+    monkeypatch.setattr(core.store, "mark_protected", _no_room)
+    assert (await core.lookup.run("job", 1, 1.0, None)).container.step == 1
+    assert not core.store.is_protected(found)
+
+
+async def test_what_cannot_be_marked_as_protected_is_so_once_there_is_room(
+    core: AgentCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All owners have reported when it is committed, and none of them will do so again."""
+    version = _protect(core, 1, marked=False)
+    manifest = core.manifests.get(version)
+    assert manifest is not None
+    begun: list[Any] = []
+    begin = core.committer._distribution.begin
+    monkeypatch.setattr(core.committer._distribution, "begin", lambda *arguments: begun.append(arguments))
+    mark_protected = core.store.mark_protected
+    refused: list[ContainerVersion] = []
+
+    def no_room_yet(version: ContainerVersion) -> bool:
+        refused.append(version)
+        return mark_protected(version) if len(refused) == 3 else _no_room(version)
+
+    monkeypatch.setattr(core.store, "mark_protected", no_room_yet)
+    events: asyncio.Queue[local_pb2.CommitEvent] = asyncio.Queue()
+    await core.committer.commit(manifest, 5.0, events.put_nowait)
+    held = [HeldObject(entry.name, entry.size, entry.crc32c) for entry in manifest.entries]
+    core.committer.owner_reported(version, "me", held)
+    assert not refused, "it is not committed yet"
+    begin(*begun[0])
+    async with asyncio.timeout(20):
+        assert [(await events.get()).is_protected for _ in range(2)] == [False, True]
+    assert len(refused) == 3
+
+
+def _no_room(version: ContainerVersion) -> bool:
+    raise StoreFullError(f"no room for the mark of {version}")
 
 
 async def test_what_a_lookup_for_an_observer_or_for_one_step_found_pins_nothing(core: AgentCore) -> None:
