@@ -58,7 +58,8 @@ def plan_retention(containers: Sequence[RetentionView], keep_last: int, keep_eve
     only (F43).
 
     Args:
-        keep_every: protected containers whose step is a multiple of it are kept, too; 0: none.
+        keep_every: containers whose step is a multiple of it and that are protected, or were and lack a copy since,
+            are kept, too; 0: none.
 
     Raises:
         ConfigError: `keep_last` is below 1, or `keep_every` below 0.
@@ -79,13 +80,13 @@ def plan_retention(containers: Sequence[RetentionView], keep_last: int, keep_eve
 def _plan_job(oldest_first: list[RetentionView], keep_last: int, keep_every: int) -> list[Drop]:
     resumable = [view for view in oldest_first if view.resumable]
     protected = [view.version for view in resumable if _is_protected(view)]
-    once = [view.version for view in resumable if view.committed and (view.is_protected or view.was_protected)]
+    once = [view.version for view in resumable if _once_protected(view)]
     kept = {*protected[-keep_last:], *once[-keep_last:], *(view.version for view in oldest_first if view.pinned)}
     if keep_every:
         kept.update(
             view.version
             for view in oldest_first
-            if _is_protected(view) and view.version.container.step % keep_every == 0
+            if _once_protected(view) and view.version.container.step % keep_every == 0
         )
     for views in (oldest_first, resumable):
         kept.update([view.version for view in views if view.committed][-1:])
@@ -110,10 +111,14 @@ def _is_protected(view: RetentionView) -> bool:
     return view.is_protected and view.committed
 
 
+def _once_protected(view: RetentionView) -> bool:
+    return view.committed and (view.is_protected or view.was_protected)
+
+
 def _reason(view: RetentionView, anchor: ContainerVersion, keep_last: int) -> str:
     what = sentence(describe(view.version))
     newer = f"{describe(anchor)} is newer and protected"
-    if _is_protected(view):
+    if _once_protected(view):
         return f"{what} is older than the {keep_last} newest protected checkpoints that are kept; {newer}."
     if view.committed:
         return f"{what} is committed but was never acknowledged by all buddies; {newer}."

@@ -142,4 +142,15 @@ def test_what_lacks_a_copy_since_it_was_protected_is_still_one_of_those_that_are
     never = RetentionView(version(2), True, False)
     newest_one = RetentionView(version(3), True, True)
     assert [drop.version for drop in plan_retention([older, never, newest_one], 2)] == [never.version]
-    assert [drop.version for drop in plan_retention([older, never, newest_one], 1)] == [older.version, never.version]
+    drops = plan_retention([older, never, newest_one], 1)
+    assert [drop.version for drop in drops] == [older.version, never.version]
+    assert "is older than the 1 newest protected" in drops[0].reason
+    assert "was never acknowledged by all buddies" in drops[1].reason
+
+
+def test_what_keep_every_keeps_stays_while_a_lost_copy_of_it_is_made_again() -> None:
+    """F04: the newest step has its copies back first; that must not take the older ones away that are still short."""
+    short = RetentionView(version(10), True, False, was_protected=True)
+    between = RetentionView(version(15), True, False, was_protected=True)
+    drops = plan_retention([short, between, RetentionView(version(20), True, True)], 1, keep_every=10)
+    assert [drop.version for drop in drops] == [between.version]
