@@ -47,7 +47,7 @@ from replicator.store import Store
 from replicator.store.client_lock import is_client_alive
 from replicator.store.paths import StorePaths
 from replicator.store.read_many import read_many
-from replicator.store.reader import ObjectReader, open_object
+from replicator.store.reader import ObjectReader
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.grpc_lane import GrpcLane, data_service
 from replicator.transfer.lane import Lane
@@ -207,15 +207,15 @@ def build_core(
     lanes: dict[str, Lane] = {
         "grpc": GrpcLane(peers.channel, lambda one: sender_to_pb(peers.sender_of(one.version.container.job)))
     }
+    landing = Landing(client_id, store, opener, lanes, counters)
     bulk: BulkEndpoint | None = None
     if config.lane != "grpc" and not config.tls:
         lanes["bulk"] = transport.bulk_lane()
 
         def open_ticket(ticket: str) -> ObjectReader:
-            return open_object(store.paths, tickets.resolve(ticket))
+            return landing.open_to_serve(tickets.resolve(ticket))
 
         bulk = transport.serve_bulk(open_ticket, serve_limit)
-    landing = Landing(client_id, store, opener, lanes, counters)
     prefaulter = Prefaulter(config, client_id, store, landing, counters)
     packer = Packer(config, store, peers, opener, landing, counters)
     puller = Puller(config, address, client_id, store, opener, landing, packer, retention, counters)
@@ -290,7 +290,7 @@ def add_peer_services(server: grpc.aio.Server, core: AgentCore) -> None:
             core.jobs.check(sender.job, sender.epoch)
         if core.store.get(one) is None:
             raise ObjectNotFoundError(f"{one} is not held by node {core.identity.node_id} (any more)")
-        return open_object(core.store.paths, one)
+        return core.landing.open_to_serve(one)
 
     def open_packed(request: data_pb2.ReadPackedRequest) -> Iterator[Callable[[], bytes]]:
         sender = sender_from_pb(request.sender)

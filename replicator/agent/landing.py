@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from replicator.faultpoints import reach
 from replicator.ids import ObjectVersion
 from replicator.store import Reservation, Store
 from replicator.store.client_lock import ClientLock
-from replicator.store.reader import open_object
+from replicator.store.reader import ObjectReader, open_object
 from replicator.store.segment import MappedSegment, MappingCache
 from replicator.store.trailer import ObjectInfo, capacity_for, write_trailer
 from replicator.transfer.lane import Lane
@@ -30,6 +31,8 @@ MAX_SPREAD = 4
 # What is not urgent is brought in pieces, so that it can stop for what is.
 PACED_BYTES = 64 << 20
 _CHECKS_AT_ONCE = 2
+# Copies that could not be opened, and wait to be looked at. The scrubber comes to the others.
+MAX_SUSPECTS = 256
 
 ResultT = TypeVar("ResultT")
 
@@ -55,6 +58,8 @@ class Landing:
         self._mappings = MappingCache(store.paths)
         self._lock: ClientLock | None = None
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
+        self._loop = asyncio.get_running_loop()
+        self._suspects: dict[ObjectVersion, asyncio.Task[None]] = {}
         # Called with an object of which the copy here was found to be bad, once it is in quarantine.
         self.on_quarantined: Callable[[ObjectInfo], None] = lambda info: None
 
@@ -277,6 +282,29 @@ class Landing:
             return False
         return True
 
+    def open_to_serve(self, one: ObjectVersion) -> ObjectReader:
+        """Open a local copy for another node. In any thread. A bad one is looked at here, too, and offered no more.
+
+        Raises:
+            ObjectNotFoundError, CorruptObjectError: like `open_object`.
+        """
+        try:
+            return open_object(self._store.paths, one)
+        except CorruptObjectError:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._suspect, one)
+            raise
+
+    def _suspect(self, one: ObjectVersion) -> None:
+        if one not in self._suspects and len(self._suspects) < MAX_SUSPECTS:
+            task = self._loop.create_task(self._look_at(one))
+            self._suspects[one] = task
+            task.add_done_callback(lambda done: self._suspects.pop(one, None))
+
+    async def _look_at(self, one: ObjectVersion) -> None:
+        with contextlib.suppress(ObjectNotFoundError):
+            await self.check(one)
+
     async def check_many(self, verify: Callable[[], ResultT]) -> ResultT:
         """Run a check of several local copies in a thread, as one of a bounded number."""
         async with self._checks:
@@ -303,6 +331,10 @@ class Landing:
 
     async def close(self) -> None:
         """Close the lanes, and give up what the agent holds as a client of its store."""
+        suspects = list(self._suspects.values())
+        for task in suspects:
+            task.cancel()
+        await asyncio.gather(*suspects, return_exceptions=True)
         for lane in self._lanes.values():
             await lane.close()
         self._mappings.close()

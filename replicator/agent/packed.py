@@ -47,12 +47,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A small object to be brought, who may have it and is still to be asked, best first, and why others failed."""
+    """A small object to be brought, who may have it and is still to be asked, best first, and why others failed.
+
+    `suspect` is the node, if any, whose copy was not what it should be.
+    """
 
     taking: Taking
     info: ObjectInfo
     node_ids: Sequence[str]
     reasons: dict[str, ReplicatorError] = field(default_factory=dict)
+    suspect: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -196,6 +200,9 @@ class Packer:
             working.cancel()
             await asyncio.wait([working])
             raise
+        if one.suspect:
+            # Not before: a copy that is gone meanwhile would be the reason that is told, instead of its bad bytes.
+            self._opener.have_checked(one.info.object, one.suspect)
         if one.is_open and not working.cancelled():
             error = working.exception()
             if error is None:
@@ -284,6 +291,7 @@ class Packer:
             self._settle(version, node_id, fit, errors)
             for one, is_corrupt in bad:
                 odd.append(one)
+                one.suspect = node_id
                 if is_corrupt:
                     self._opener.note_bad(one.info.object, node_id)
 

@@ -308,6 +308,26 @@ def test_a_bad_block_at_one_source_comes_from_the_other(three: Cluster) -> None:
     )
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_copy_that_cannot_be_opened_is_set_aside_where_it_is(three: Cluster, is_cut: bool) -> None:
+    """F01: a file that was cut short, or whose trailer is damaged. A good copy comes in its place, perhaps in time."""
+    manifest = _protect(three, 1, os.urandom(MIB))
+    one = manifest.version.object("shard-0")
+    content = three.nodes[0].bytes_of(one)
+    with three.nodes[0].paths.object(one).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.truncate() if is_cut else file.write(b"?")
+    source = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    quarantined = three.nodes[0].counter("objects_quarantined")
+    event = three.ranks[2].retrieve(manifest.version, source)["shard-0"]
+    assert event.done, event
+    assert three.nodes[2].bytes_of(one) == content
+    wait_until(
+        lambda: three.nodes[0].counter("objects_quarantined") == quarantined + 1,
+        "the bad copy is set aside where it is",
+    )
+
+
 def test_a_corrupt_copy_everywhere_is_an_error_with_each_reason_and_leaves_nothing(three: Cluster) -> None:
     """F01."""
     manifest = _protect(three, 1, b"x" * 10_000)

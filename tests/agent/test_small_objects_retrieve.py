@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from agent_harness import wait_until
 from cluster import Cluster, cluster
 from test_small_objects import WAIT_S, check, manifest_of, mixed, outcomes, session, write
 
@@ -86,9 +87,13 @@ def test_what_one_holder_has_wrong_or_not_at_all_comes_from_another(saved: Saved
             else:
                 with first.paths.object(one).open("r+b") as file:
                     file.write(b"not that")
+                holder, quarantined = first, first.counter("objects_quarantined")
         plan = trainer.lookup()
         trainer.replication.sync_bulk_retrieve(plan)
     check(made.nodes[2], infos, contents)
+    wait_until(
+        lambda: holder.counter("objects_quarantined") == quarantined + 1, "the bad copy is set aside where it is"
+    )
 
 
 def test_two_ranks_that_want_the_same_get_it_once(saved: Saved) -> None:
