@@ -234,6 +234,9 @@ class Matrix:
 
         def work() -> None:
             made.enter({victim.node_id: self._point(case)} if case.is_trainers else {})
+            if case.point == "lookup.kept" and victim.trainer is not None:
+                # Who looks up elsewhere may give it the manifest before it fetches that itself.
+                victim.trainer.do("lookup")
             recover(made)
 
         return Course(work)
