@@ -85,18 +85,16 @@ class Retention:
             return f"it was dropped here: {reason}"
         if self._keep_every and version.container.step % self._keep_every == 0:
             return ""
-        protected = sorted(
-            (
-                held
-                for held in self._store.versions(version.container.job)
-                if self._is_protected(held) and self._manifests.is_resumable(held)
-            ),
-            key=recency,
-        )
-        if len(protected) < self._keep_last:
+        job = version.container.job
+        protected = [held for held in self._store.versions(job) if self._is_protected(held)]
+        resumable = sorted((held for held in protected if self._manifests.is_resumable(held)), key=recency)
+        if len(resumable) < self._keep_last:
             return ""
-        floor = protected[-self._keep_last]
+        floor = resumable[-self._keep_last]
         if recency(version) >= recency(floor):
+            return ""
+        short = self._short.get(job, {})
+        if version in self._gone_on_from(job, [held for held in protected if held not in short]):
             return ""
         return (
             f"{describe(version)} is older than {describe(floor)}, the oldest of the {self._keep_last} protected "
@@ -155,12 +153,10 @@ class Retention:
         short = self._short.get(job, {})
         marked = [version for version in versions if self._is_protected(version)]
         protected = [version for version in marked if not (short.get(version, False) if pressed else version in short)]
-        newest_epoch = max((version.epoch for version in protected if self._manifests.is_resumable(version)), default=0)
-        retrieved, since = self._jobs.retrieved(job)
+        newest_epoch = self._newest_epoch(protected)
         observed = self._observed.get(job)
-        recoverable, passed_over = self._recoverable.get(job, (None, frozenset[ContainerVersion]()))
-        if recoverable is not None and self._superseding(recoverable, passed_over) is not None:
-            recoverable = None  # It was acknowledged by all its holders later than that.
+        recoverable = self._found_recoverable(job)
+        pinned = self._gone_on_from(job, protected)
         views = []
         for version in versions:
             manifest = self._manifests.get(version)
@@ -173,8 +169,7 @@ class Retention:
                     was_protected=version in marked and not pressed,
                     complete_locally=manifest is not None and is_protected and self._is_complete(manifest),
                     recoverable=version == recoverable,
-                    pinned=(version == retrieved and max(since, version.epoch + 1) > newest_epoch)
-                    or (version == observed and version.epoch >= newest_epoch),
+                    pinned=version in pinned or (version == observed and version.epoch >= newest_epoch),
                     resumable=manifest is None or manifest.resumable,
                 )
             )
@@ -194,12 +189,32 @@ class Retention:
                     return False
         return True
 
-    def _superseding(
-        self, version: ContainerVersion, passed_over: frozenset[ContainerVersion]
-    ) -> ContainerVersion | None:
-        protected = self._manifests.protected(version.container.job)
+    def _gone_on_from(self, job: str, protected: Iterable[ContainerVersion]) -> set[ContainerVersion]:
+        """What the job goes on from: its last lookup found it, or its trainers loaded it, and nothing replaces it yet.
+
+        Args:
+            protected: what counts as that.
+        """
+        recoverable = self._found_recoverable(job)
+        found = set() if recoverable is None else {recoverable}
+        retrieved, since = self._jobs.retrieved(job)
+        if retrieved is not None and max(since, retrieved.epoch + 1) > self._newest_epoch(protected):
+            found.add(retrieved)
+        return found
+
+    def _found_recoverable(self, job: str) -> ContainerVersion | None:
+        """What the last lookup of the job found; None also when something newer was protected since."""
+        version, passed_over = self._recoverable.get(job, (None, frozenset[ContainerVersion]()))
+        if version is None:
+            return None
+        protected = self._manifests.protected(job)
         others = {one: resumable for one, resumable in protected.items() if one not in passed_over}
-        return superseding(version, self._manifests.is_resumable(version), others)
+        newer = superseding(version, self._manifests.is_resumable(version), others)
+        # It was acknowledged by all its holders later than that.
+        return version if newer is None else None
+
+    def _newest_epoch(self, protected: Iterable[ContainerVersion]) -> int:
+        return max((version.epoch for version in protected if self._manifests.is_resumable(version)), default=0)
 
     def _is_protected(self, version: ContainerVersion) -> bool:
         return self._store.is_protected(version) and self._store.manifest(version) is not None

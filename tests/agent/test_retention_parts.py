@@ -109,6 +109,21 @@ async def test_what_a_lookup_passed_over_takes_no_place_also_when_its_mark_comes
     assert core.store.versions("job") == [found, hurt]
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_copies_are_taken_of_what_a_job_goes_on_from(core: AgentCore, loaded: bool) -> None:
+    """F04: a newer one is protected, and lost since. What is gone on from needs its copies more than ever."""
+    found, _ = _protect(core, 1), _protect(core, 2, LOST)
+    assert "is older than" in core.retention.refusal(found)
+    if loaded:
+        core.jobs.join("job", 2, [ME], 1)
+        assert [event async for event in core.puller.retrieve(found, (), 1.0)] == []
+    else:
+        await core.lookup.run("job", 1, 1.0, None)
+    assert core.retention.refusal(found) == ""
+    _protect(core, 3)
+    assert "is older than" in core.retention.refusal(found)
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_what_a_restart_of_the_job_loads_is_kept_until_it_has_protected_something(
     core: AgentCore, restarted: bool, shm_root: Path
