@@ -206,6 +206,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         version = version_from_pb(request.container)
         sender = self._require_job(request.sender)
         held = [held_from_pb(one) for one in request.objects]
+        await self._require_there(sender)
         owner = validate_node_id(request.owner_node_id) if request.owner_node_id else sender.node.node_id
         self.core.committer.owner_reported(version, owner, held)
         return peer_pb2.ReportReplicatedReply()
@@ -270,6 +271,20 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         sender = sender_from_pb(message)
         self.core.jobs.check(sender.job, sender.epoch)
         return sender
+
+    async def _require_there(self, sender: Sender) -> None:
+        """What a process said that is no more is not believed: its memory may have gone with it.
+
+        Raises:
+            PeerUnavailableError: another one is there, or nobody.
+        """
+        peers = self.core.peers
+        known = peers.identity(sender.node.node_id)
+        if known is not None and known != sender.node:
+            await peers.confirm(sender.job, sender.node.node_id)
+            known = peers.identity(sender.node.node_id)
+        if known is not None and known != sender.node:
+            raise PeerUnavailableError(f"{sender.node} was replaced by {known}, which reports what it has itself")
 
     def _check_if_given(self, message: types_pb2.Sender) -> Sender:
         """The sender, who may be an observer (epoch 0)."""

@@ -317,15 +317,21 @@ class PeerDirectory:
         *,
         awaited: str,
         idle_s: float,
+        on_greeted: Callable[[NodeIdentity], None] = lambda identity: None,
     ) -> AsyncIterator[ReplyT]:
         """A server-streaming call, each message of which must come within `idle_s`. Raises like `unary`.
 
         Repeated once, like `unary`, as long as no message has come.
+
+        Args:
+            on_greeted: called with the process that is asked, before its first message.
         """
         again = True
         while True:
             limit = min(idle_s, self._config.rpc_deadline_s)
             link = await self._greeted(node, self._now() + limit, limit)
+            if link.node is not None:
+                on_greeted(link.node.identity)
             replies = link.stream(method, request, reply_type, awaited, idle_s)
             try:
                 async for reply in replies:

@@ -313,16 +313,29 @@ class Replicator:
             batched=True,
             background=queue.background,
         )
+        # Whose answers these are: one may be read when its process is no more.
+        buddy: NodeIdentity | None = None
+
+        def greeted(identity: NodeIdentity) -> None:
+            nonlocal buddy
+            buddy = identity
+
         awaited = f"copies of {len(open_items)} objects, {first.object} first"
         self._counters.add("offers_sent")
         reach("replicate.offering")
         async for event in self._peers.stream(
-            node, "PeerService/Offer", request, peer_pb2.OfferEvent, awaited=awaited, idle_s=first.deadline_s
+            node,
+            "PeerService/Offer",
+            request,
+            peer_pb2.OfferEvent,
+            awaited=awaited,
+            idle_s=first.deadline_s,
+            on_greeted=greeted,
         ):
             queue.heard_at = self._now()
             kind = event.WhichOneof("event")
             if kind == "sealed_many":
-                self._many_sealed(queue, offered, open_items, event)
+                self._many_sealed(queue, offered, open_items, event, buddy)
                 continue
             one = object_from_pb(event.object)
             if one not in open_items:
@@ -334,7 +347,7 @@ class Replicator:
                 continue
             del open_items[one]
             if kind == "sealed":
-                self._sealed(queue, item, event)
+                self._sealed(queue, item, event, buddy)
             else:
                 self._failed(queue, item, from_wire(event.failed.error_kind, event.failed.error_message))
 
@@ -344,6 +357,7 @@ class Replicator:
         offered: Sequence[Pending],
         open_items: dict[ObjectVersion, Pending],
         event: peer_pb2.OfferEvent,
+        buddy: NodeIdentity | None,
     ) -> None:
         many = event.sealed_many
         made = []
@@ -355,9 +369,9 @@ class Replicator:
                 made.append(item)
             else:
                 self._failed(queue, item, _other_content(queue.buddy, item, size, crc))
-        self._made(queue, made, event.lane)
+        self._made(queue, made, event.lane, buddy)
 
-    def _sealed(self, queue: OfferQueue, item: Pending, event: peer_pb2.OfferEvent) -> None:
+    def _sealed(self, queue: OfferQueue, item: Pending, event: peer_pb2.OfferEvent, buddy: NodeIdentity | None) -> None:
         try:
             verified = info_from_pb(event.sealed)
             if (verified.object, verified.size, verified.crc32c) != (item.object, item.info.size, item.info.crc32c):
@@ -365,12 +379,12 @@ class Replicator:
         except ReplicatorError as error:
             self._failed(queue, item, error)
         else:
-            self._made(queue, [item], event.lane)
+            self._made(queue, [item], event.lane, buddy)
 
-    def _made(self, queue: OfferQueue, items: Sequence[Pending], lane: str) -> None:
-        """The buddy has verified copies of these."""
+    def _made(self, queue: OfferQueue, items: Sequence[Pending], lane: str, buddy: NodeIdentity | None) -> None:
+        """The buddy has verified copies of these; what one that was replaced meanwhile had does not count."""
         now = self._now()
-        identity = self._peers.identity(queue.buddy)
+        identity = buddy if buddy == self._peers.identity(queue.buddy) else None
         size = 0
         versions: dict[ContainerVersion, None] = {}
         for item in items:

@@ -14,7 +14,14 @@ from agent_harness import wait_until
 from cluster import Cluster, cluster
 
 from replicator.decide.types import HeldObject, Manifest, ManifestEntry
-from replicator.errors import CommitError, CorruptObjectError, InvalidIdError, NotFoundError, StaleEpochError
+from replicator.errors import (
+    CommitError,
+    CorruptObjectError,
+    InvalidIdError,
+    NotFoundError,
+    PeerUnavailableError,
+    StaleEpochError,
+)
 from replicator.native import crc32c
 from replicator.v1 import peer_pb2, types_pb2
 from replicator.wire import (
@@ -184,6 +191,9 @@ def test_what_a_replaced_owner_reported_counts_for_nothing(own_three: Cluster) -
     owner.root = owner.root.with_name("replacement")
     owner.start("--port", str(owner.port))
     wait_until(lambda: owner.held(manifest.version.object("shard-0")) is not None, "n0's object is copied")
+    # As a message that was on its way when its sender died.
+    with pytest.raises(PeerUnavailableError, match="was replaced"):
+        first.ask("ReportReplicated", report, peer_pb2.ReportReplicatedReply)
     newer = own_three.save(2, ranks=survivors)
     own_three.ranks[0].commit(newer)
     own_three.ranks[0].protected(newer.version)
