@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from replicator.agent.offers import Pending, Report
 from replicator.errors import ReplicatorError
-from replicator.ids import ContainerVersion
+from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.v1 import local_pb2, types_pb2
 from replicator.wire import object_to_pb, version_to_pb
 
@@ -62,6 +62,13 @@ def failed(buddy: str, item: Pending, error: ReplicatorError, now: float) -> loc
         duration_ms=int((now - item.asked_at) * 1000),
         error_kind=error.kind,
         error_message=str(error),
+    )
+
+
+def refused(buddy: str, one: ObjectVersion, error: ReplicatorError) -> local_pb2.ReplicationEvent:
+    """A copy that was not even tried."""
+    return local_pb2.ReplicationEvent(
+        object=object_to_pb(one), buddy_node_id=buddy, ok=False, error_kind=error.kind, error_message=str(error)
     )
 
 

@@ -93,14 +93,15 @@ class Replicator:
         """Start copying sealed objects of this node (all of one job) to its buddies; returns their ids at once.
 
         `report` is called in the loop, later, with an outcome per object and buddy. An object that a buddy holds
-        already is acknowledged by one round trip.
+        already is acknowledged by one round trip. One that is not sealed here, for instance because its container was
+        dropped meanwhile, fails by itself: it is not the fault of those that were asked for with it.
 
         Args:
             deadline_s: without progress for this long, a buddy is given up with ReplicationError.
 
         Raises:
             StaleEpochError: a newer incarnation of the job is known.
-            ObjectNotFoundError: an object is not sealed here.
+            ObjectNotFoundError: none of the objects is sealed here.
             InvalidIdError: objects of several jobs.
             ReplicationError: too many objects are on their way already.
         """
@@ -113,9 +114,13 @@ class Replicator:
             )
         job = jobs.pop()
         self._jobs.check(job, epoch)
-        infos = [self._require(one) for one in objects]
+        infos, missing = self._sealed(objects)
         chosen = self._jobs.buddies(job)
         self._enter([(job, buddy, False) for buddy in chosen], infos, epoch, deadline_s, report)
+        loop = asyncio.get_running_loop()
+        for one, error in missing.items():
+            for buddy in chosen:
+                loop.call_soon(self._report, report, batches.refused(buddy, one, error))
         return chosen
 
     async def copy_to(
@@ -130,8 +135,7 @@ class Replicator:
         """
         job = objects[0].version.container.job
         self._jobs.check(job, epoch)
-        infos = [self._require(one) for one in objects]
-        failed: dict[ObjectVersion, ReplicatorError] = {}
+        infos, failed = self._sealed(objects)
         open_ = {info.object for info in infos}
         done = asyncio.Event()
 
@@ -463,6 +467,21 @@ class Replicator:
         if info is None:
             raise ObjectNotFoundError(f"{one} is not sealed on this node, so it cannot be copied; seal it first")
         return info
+
+    def _sealed(
+        self, objects: Sequence[ObjectVersion]
+    ) -> tuple[list[ObjectInfo], dict[ObjectVersion, ReplicatorError]]:
+        """What is sealed here, and the error of each object that is not. Raises the first one when none is."""
+        infos: list[ObjectInfo] = []
+        missing: dict[ObjectVersion, ReplicatorError] = {}
+        for one in objects:
+            try:
+                infos.append(self._require(one))
+            except ObjectNotFoundError as error:
+                missing[one] = error
+        if missing and not infos:
+            raise next(iter(missing.values()))
+        return infos, missing
 
     def _is_on_its_way(self, one: ObjectVersion) -> bool:
         job = one.version.container.job

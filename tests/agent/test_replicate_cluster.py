@@ -260,6 +260,19 @@ def test_asking_for_an_object_that_is_not_here_is_refused(three: Cluster) -> Non
         three.ranks[0].replicate([one])
 
 
+def test_an_object_that_is_not_here_fails_alone(three: Cluster) -> None:
+    """After an agent was away it may have dropped one of many that it is asked for again."""
+    rank = three.ranks[0]
+    version = rank.begin(1)
+    gone, there = version.object("gone"), version.object("there")
+    rank.write(there, b"x" * 1000)
+    (buddy,) = rank.replicate([gone, there])
+    assert rank.outcome(there).ok
+    refused = rank.outcome(gone)
+    assert (refused.ok, refused.buddy_node_id, refused.error_kind) == (False, buddy, "ObjectNotFoundError")
+    assert f"{gone} is not sealed on this node" in refused.error_message
+
+
 # -- the receiver, spoken to directly
 
 
