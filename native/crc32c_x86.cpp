@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <cstring>
 
 #include "gf2.h"
@@ -183,48 +184,83 @@ REPLICATOR_AVX512 inline void stream_widest(std::uint8_t* target, std::size_t of
   if constexpr (Copy) _mm512_stream_si512(reinterpret_cast<__m512i*>(target + offset), value);
 }
 
-// The register after `size` bytes, a positive multiple of kWidestStride; Copy: they are also stored at `target`, which
-// is aligned to 64 bytes.
-template <bool Copy>
-REPLICATOR_AVX512 inline std::uint32_t fold_all_widest(std::uint32_t state, std::uint8_t* target,
-                                                       const std::uint8_t* data, std::size_t size) {
-  __m512i lanes[kLanes];
-  for (std::size_t i = 0; i < kLanes; ++i) {
-    lanes[i] = _mm512_loadu_si512(data + 64 * i);
-    stream_widest<Copy>(target, 64 * i, lanes[i]);
-  }
-  lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
-
-  const __m512i by_stride = widest_keys(fold_low(8 * kWidestStride), fold_high(8 * kWidestStride));
-  for (std::size_t done = kWidestStride; done < size; done += kWidestStride) {
-    const char* ahead = reinterpret_cast<const char*>(data) + done + kAhead;
-    for (std::size_t i = 0; i < kLanes; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T0);
-    __m512i next[kLanes];
-    for (std::size_t i = 0; i < kLanes; ++i) next[i] = _mm512_loadu_si512(data + done + 64 * i);
-    for (std::size_t i = 0; i < kLanes; ++i) stream_widest<Copy>(target, done + 64 * i, next[i]);
-    for (std::size_t i = 0; i < kLanes; ++i) lanes[i] = fold_widest(lanes[i], by_stride, next[i]);
-  }
+REPLICATOR_AVX512 inline std::uint32_t reduce_widest(const __m512i (&lanes)[kLanes]) {
   const __m512i by_lane = widest_keys(fold_low(512), fold_high(512));
-  for (std::size_t i = 1; i < kLanes; ++i) lanes[i] = fold_widest(lanes[i - 1], by_lane, lanes[i]);
+  __m512i last = lanes[0];
+  for (std::size_t i = 1; i < kLanes; ++i) last = fold_widest(last, by_lane, lanes[i]);
   alignas(64) std::uint8_t quarters[64];
-  _mm512_store_si512(quarters, lanes[kLanes - 1]);
+  _mm512_store_si512(quarters, last);
   const __m128i by_quarter = _mm_set_epi64x(fold_high(128), fold_low(128));
   __m128i folded = load(quarters);
   for (std::size_t at = 16; at < sizeof quarters; at += 16) folded = fold(folded, by_quarter, load(quarters + at));
   return reduce(folded);
 }
 
+// Of `Parts` strings of `size` bytes in a row, side by side: the register after each, of the first one from `state`, of
+// the others from 0. `size` is a positive multiple of kWidestStride. Copy: they are also stored at `target`, which is
+// aligned to 64 bytes.
+template <bool Copy, std::size_t Parts>
+REPLICATOR_AVX512 inline std::array<std::uint32_t, Parts> fold_parts_widest(std::uint32_t state, std::uint8_t* target,
+                                                                            const std::uint8_t* data,
+                                                                            std::size_t size) {
+  __m512i lanes[Parts][kLanes];
+#pragma GCC unroll 4
+  for (std::size_t part = 0; part < Parts; ++part) {
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < kLanes; ++i) {
+      lanes[part][i] = _mm512_loadu_si512(data + part * size + 64 * i);
+      stream_widest<Copy>(target, part * size + 64 * i, lanes[part][i]);
+    }
+  }
+  lanes[0][0] = _mm512_xor_si512(lanes[0][0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
+
+  const __m512i by_stride = widest_keys(fold_low(8 * kWidestStride), fold_high(8 * kWidestStride));
+  for (std::size_t done = kWidestStride; done < size; done += kWidestStride) {
+#pragma GCC unroll 4
+    for (std::size_t part = 0; part < Parts; ++part) {
+      const std::uint8_t* from = data + part * size + done;
+      __m512i next[kLanes];
+#pragma GCC unroll 4
+      for (std::size_t i = 0; i < kLanes; ++i) {
+        _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead + 64 * i, _MM_HINT_T0);
+        next[i] = _mm512_loadu_si512(from + 64 * i);
+      }
+#pragma GCC unroll 4
+      for (std::size_t i = 0; i < kLanes; ++i) stream_widest<Copy>(target, part * size + done + 64 * i, next[i]);
+#pragma GCC unroll 4
+      for (std::size_t i = 0; i < kLanes; ++i) lanes[part][i] = fold_widest(lanes[part][i], by_stride, next[i]);
+    }
+  }
+  std::array<std::uint32_t, Parts> registers;
+  for (std::size_t part = 0; part < Parts; ++part) registers[part] = reduce_widest(lanes[part]);
+  return registers;
+}
+
 REPLICATOR_AVX512 std::uint32_t run_avx512(std::uint32_t state, const std::uint8_t* data, std::size_t size) {
   if (size < 4 * kWidestStride) return run_vpclmul(state, data, size);
   const std::size_t whole = size / kWidestStride * kWidestStride;
-  state = fold_all_widest<false>(state, nullptr, data, whole);
+  state = fold_parts_widest<false, 1>(state, nullptr, data, whole)[0];
   return run_sse42(state, data + whole, size - whole);
 }
 
+// A copy of one place after the other leaves memory idle: a core waits for one page at a time. So four are copied side
+// by side, and their registers are put together.
+constexpr std::size_t kSideBySide = 4;
+constexpr std::size_t kSidePart = 64 << 10;
+constexpr std::uint32_t kSideShift = gf2::power_of_x(8 * kSidePart);
+
 REPLICATOR_AVX512 std::uint32_t copy_avx512(std::uint32_t state, std::uint8_t* target, const std::uint8_t* source,
                                             std::size_t size) {
-  static_assert(kCopyAlignment % kWidestStride == 0);
-  return size == 0 ? state : fold_all_widest<true>(state, target, source, size);
+  static_assert(kCopyAlignment % kWidestStride == 0 && kSidePart % kWidestStride == 0);
+  constexpr std::size_t kTogether = kSideBySide * kSidePart;
+  for (; size >= kTogether; target += kTogether, source += kTogether, size -= kTogether) {
+    const auto registers = fold_parts_widest<true, kSideBySide>(state, target, source, kSidePart);
+    state = registers[0];
+    for (std::size_t part = 1; part < kSideBySide; ++part) {
+      state = gf2::multiply(kSideShift, state) ^ registers[part];
+    }
+  }
+  return size == 0 ? state : fold_parts_widest<true, 1>(state, target, source, size)[0];
 }
 
 }  // namespace
