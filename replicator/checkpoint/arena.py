@@ -117,6 +117,15 @@ class Arena:
         self._memory = None
 
 
+def can_be_staged(state: Any) -> bool:
+    """Whether all of a state can go to another process."""
+    try:
+        _Placing().dump(state)
+    except Exception:
+        return False
+    return True
+
+
 class ArenaReader:
     """The side that saves from an arena, in the other process. Not thread-safe."""
 

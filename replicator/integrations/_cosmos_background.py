@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import replicator
-from replicator.checkpoint.arena import Arena, ArenaReader, Staged
+from replicator.checkpoint.arena import Arena, ArenaReader, Staged, can_be_staged
 from replicator.client.session import AGREEMENT_DEADLINES, Session
 from replicator.config import split_address
 from replicator.errors import (
@@ -34,10 +35,11 @@ from replicator.errors import (
     ReplicatorError,
     SaveFailedError,
     StaleEpochError,
+    UnsupportedError,
     from_wire,
     to_wire,
 )
-from replicator.integrations._cosmos_save import PURPOSE, IterationSaver, SaveOptions
+from replicator.integrations._cosmos_save import DATALOADER, PURPOSE, IterationSaver, SaveOptions
 
 logger = logging.getLogger("replicator.integrations")
 
@@ -156,13 +158,24 @@ class Background:
         """Whether the process runs."""
         return self._connection is not None and self._process.poll() is None
 
-    def stage(self, state: Any) -> Staged:
-        """Copy a state to where the process saves it from; complete when this returns. Nothing may be in flight.
+    def stage(self, states: Mapping[str, Any], dataloader: Any) -> Staged:
+        """Copy states to where the process saves them from; complete when this returns. Nothing may be in flight.
 
-        Raises as `Arena.stage`.
+        Raises:
+            StoreFullError: there is no memory for it.
+            UnsupportedError: a value that cannot go to another process; with its key.
         """
         assert self.in_flight is None
-        return self._arena.stage(state)
+        try:
+            return self._arena.stage({"states": states, "dataloader": dataloader})
+        except Exception as error:
+            keys = [key for key, state in [*states.items(), (DATALOADER, dataloader)] if not can_be_staged(state)]
+            if not keys:
+                raise
+            raise UnsupportedError(
+                f"key {', '.join(map(repr, keys))}: the background process cannot be given what is in it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def submit(self, iteration: int, staged: Staged) -> None:
         """Have what was staged saved. That the process is gone is said by `result`."""

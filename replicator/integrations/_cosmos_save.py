@@ -24,7 +24,7 @@ from replicator.client.agreement import is_distributed
 from replicator.client.outstanding import CommitInfo
 from replicator.client.session import AGREEMENT_DEADLINES, Session
 from replicator.decide.types import ManifestEntry
-from replicator.errors import ReplicatorError, from_wire, to_wire
+from replicator.errors import ReplicatorError, SaveError, from_wire, to_wire
 from replicator.ids import CheckpointContainerId
 from replicator.integrations._cosmos_pointer import LatestPointer
 
@@ -109,7 +109,8 @@ class IterationSaver:
                     f"{whole.container}: this rank came to no part of the save before its data loader"
                 )
             stream = io.BytesIO()
-            torch.save(dataloader, stream)
+            with typed_errors(f"cannot save {DATALOADER!r} of {whole.container}", SaveError):
+                torch.save(dataloader, stream)
             name = f"rank_{session.ranks.rank}.pt"
             objects = CheckpointObjectManager(session)
             info = objects.write_bytes(version.object(f"{DATALOADER}/{name}"), stream.getvalue())

@@ -135,18 +135,19 @@ class DistributedCheckpointer:
             self._call("on_save_checkpoint", model, state_dict=states)
             keys = self._checked_keys(states)
             dataloader = states.pop(DATALOADER, None)
-            staged = {"states": {key: states[key] for key in keys if key != DATALOADER}, "dataloader": dataloader}
-            prepared.append(staged if self._background is None else self._background.stage(staged))
-            return json.dumps([iteration, [key for key in keys if key != DATALOADER]]).encode()
+            kept = {key: states[key] for key in keys if key != DATALOADER}
+            prepared.append(
+                (kept, dataloader) if self._background is None else self._background.stage(kept, dataloader)
+            )
+            return json.dumps([iteration, list(kept)]).encode()
 
         self._ranks.agree(f"what iteration {iteration} has", prepare, same_on_all, self._patience_s)
         if self._background is not None:
             self._background.submit(iteration, prepared[0])
         else:
             assert self._saver is not None
-            self._saver.save(iteration, prepared[0]["states"], prepared[0]["dataloader"])
-            elapsed = time.monotonic() - started
-            self._call("on_save_checkpoint_success", iteration=iteration, elapsed_time=elapsed)
+            self._saver.save(iteration, *prepared[0])
+            self._call("on_save_checkpoint_success", iteration=iteration, elapsed_time=time.monotonic() - started)
         self._call("on_save_checkpoint_end", model=None, iteration=iteration)
 
     def wait_for_save(self) -> None:
@@ -199,8 +200,7 @@ class DistributedCheckpointer:
                 )
             )
         except BaseException:
-            # The processes of a save that failed on one rank may wait for each other; new ones do not.
-            self._kill_background()
+            self._kill_background()  # those of a save that failed on one rank may wait for each other
             raise
         done = results[0] if results else None
         if done is not None:
@@ -274,8 +274,7 @@ class DistributedCheckpointer:
         if source is None:
             logger.info("nothing to resume; training starts from scratch")
         else:
-            given = {"optim": optimizer, "scheduler": scheduler}
-            for key in self._present(keys, source, given):
+            for key in self._present(keys, source, {"optim": optimizer, "scheduler": scheduler}):
                 if key == "model":
                     self._load_model(source, model)
                 elif key == "optim":
@@ -293,23 +292,23 @@ class DistributedCheckpointer:
                     self._load_dataloader(source)
             self._call("on_load_checkpoint", model, state_dict={})
             logger.info("loaded %s, at iteration %d", source.name, iteration)
-        path = None if source is None else source.name
-        self._call("on_load_checkpoint_end", model, iteration=iteration, checkpoint_path=path)
+        self._call("on_load_checkpoint_end", model, iteration=iteration, checkpoint_path=source and source.name)
         return iteration
 
     def _present(self, keys: set[str], source: LoadSource, given: Mapping[str, Any]) -> list[str]:
         """The keys to load, in their order, before anything is changed."""
         present = []
         for key in (one for one in self.CHECKPOINT_KEYS if one in keys):
-            if key in given and given[key] is None:
-                raise ConfigError(
-                    f"key {key!r} is to be resumed from {source.name}, and load() was given None for it; give it, or "
-                    "name it in keys_not_to_resume"
-                )
+            is_given = key not in given or given[key] is not None
             if key in source.keys:
+                if not is_given:
+                    raise ConfigError(
+                        f"key {key!r} is to be resumed from {source.name}, and load() was given None for it; give it, "
+                        "or name it in keys_not_to_resume"
+                    )
                 present.append(key)
-            elif key == DATALOADER:
-                logger.info("%s has no state of data loaders", source.name)
+            elif key == DATALOADER or not is_given:
+                logger.info("%s has no %s, and none is needed", source.name, key)
             elif self._config.strict_resume:
                 raise NotFoundError(
                     f"{source.name} has no key {key!r}, it has {', '.join(sorted(source.keys)) or 'none'}; name it in "

@@ -61,6 +61,11 @@ else:
     _CheckpointIO = type("_CheckpointIO", _bases(), {})
 
 
+def on_cpu(storage: Any, location: str) -> Any:
+    """A `map_location`: the ranks of a node must not all load onto the device of the rank that saved."""
+    return storage
+
+
 class ReplicatorCheckpointIO(_CheckpointIO):
     """A plugin for `Trainer(plugins=...)`: checkpoints go into this node's memory and to its buddies.
 
@@ -117,9 +122,11 @@ class ReplicatorCheckpointIO(_CheckpointIO):
             self.durable.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any = on_cpu, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """What `resume_path` named, what was saved under `path`, or the file there. Every rank must call it.
+
+        On the CPU, as Lightning loads it, unless `map_location` says otherwise.
 
         Raises:
             FileNotFoundError, NoRecoverableCheckpointError: it is neither in the nodes' memory nor a file.
@@ -249,8 +256,7 @@ class ReplicatorCheckpointIO(_CheckpointIO):
         return loaded
 
     def _load_file(self, path: str | Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-        given = {} if map_location is None else {"map_location": map_location}
-        return self.durable.load_checkpoint(path, weights_only=weights_only, **given)
+        return self.durable.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
 
 def _object_name(path: str | Path) -> str:
@@ -268,7 +274,8 @@ def _size_of(value: Any) -> int:
 
 def _tensor_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.nbytes + _SPARE_PER_TENSOR
+        # Sparse tensors do not say what they take.
+        return _SPARE_PER_TENSOR + (value.nbytes if value.layout == torch.strided else 0)
     if isinstance(value, dict):
         return sum(map(_tensor_bytes, value.values()))
     if isinstance(value, (list, tuple)):

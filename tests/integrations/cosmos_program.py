@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import replicator
-from replicator.errors import SaveFailedError
+from replicator.errors import SaveFailedError, UnsupportedError
 from replicator.integrations.cosmos import CheckpointConfig, DistributedCheckpointer
 
 SAVED = 5
@@ -123,6 +123,13 @@ def first(base: Path, trainer: Trainer, checkpointer: DistributedCheckpointer, t
     wanted = trainer.words()
     checkpointer.save(*trainer.parts(), iteration=2)
     found["told_after_2"] = list(told)
+    model, optimizer, _, grad_scaler = trainer.parts()
+    local = SimpleNamespace(state_dict=lambda: {"a": (lambda: None) if rank == 1 else 1})
+    try:
+        checkpointer.save(model, optimizer, local, grad_scaler, iteration=3)
+        found["cannot_go"] = "not"
+    except UnsupportedError as error:
+        found["cannot_go"] = str(error)
     trainer.step()
     checkpointer.wait_for_save()
 

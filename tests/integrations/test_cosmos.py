@@ -184,6 +184,12 @@ def refusals(base: str) -> dict[str, str]:
         writer = ReplicatedStorageWriter(session, wait_for="commit")
         dcp.save({"model": trainer.model.state_dict(), "n": 1}, checkpoint_id="step-1", storage_writer=writer)
         found["no_keys"] = load(CheckpointConfig())
+        # A trainer without a scheduler saves none, and asks for none.
+        model, optimizer, _, _ = trainer.parts()
+        made = DistributedCheckpointer(CheckpointConfig(), session=session, wait_for="commit")
+        made.save(model, optimizer, None, None, 2)
+        found["no_scheduler"] = raised(lambda: made.load(model, optimizer))
+        found["scheduler"] = raised(lambda: made.load(*trainer.parts()))
         return found
 
 
@@ -263,6 +269,8 @@ def test_save_lose_a_node_and_resume(shm_root: Path, tmp_path: Path) -> None:
             assert found["lost"].startswith("NoRecoverableCheckpointError")
             assert "iter_000000004" in found["lost"]
             assert "has no key 'model'" in found["no_keys"]
+            assert found["no_scheduler"] == "nothing"
+            assert "has no key 'scheduler'" in found["scheduler"]
         assert run_job(two, warm_model, "replicator://other/step-1", job="next") == [True, True]
 
 

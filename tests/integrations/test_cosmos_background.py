@@ -32,6 +32,7 @@ def test_background_saves_kills_and_a_restart(shm_root: Path) -> None:
             second = json.loads((shm_root / f"second-{rank}.json").read_text())
             assert one["started_at"] == 0
             assert one["told_after_2"] == [1]
+            assert "rank 1: key 'scheduler': the background process cannot be given" in one["cannot_go"]
             assert "iteration 3" in one["failed"]
             assert "rank 1" in one["failed"]
             assert "SIGKILL" in one["failed"]

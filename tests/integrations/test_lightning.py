@@ -139,9 +139,14 @@ def test_a_save_that_fails_is_told_and_the_next_one_works(
         plugin.save_checkpoint({"global_step": 1, "w": lambda: None}, "b.ckpt")
     assert plugin.resume_path() == f"replicator://{session.job}/step-0_ckpt", "F14"
     assert torch.equal(plugin.load_checkpoint(tmp_path / "zero ok?.ckpt", weights_only=True)["w"], torch.ones(9))
-    plugin.save_checkpoint({"global_step": 1, "w": torch.zeros(2)}, "c.ckpt")
+    # Of a rank that trains on a device: each rank that loads gets it on the CPU, as from a file.
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        plugin.save_checkpoint({"global_step": 1, "w": torch.eye(3).to_sparse()}, "c.ckpt")
     plugin.wait_protected(10)
-    assert plugin.load_checkpoint("replicator://step-1")["global_step"] == 1
+    loaded = plugin.load_checkpoint("replicator://step-1")
+    assert loaded["global_step"] == 1
+    assert torch.equal(loaded["w"].to_dense(), torch.eye(3))
     replicator.commit_dir(_directory(tmp_path), session.job, 2).wait_protected(10)
     with pytest.raises(NotFoundError, match="something else"):
         plugin.load_checkpoint("replicator://step-2")

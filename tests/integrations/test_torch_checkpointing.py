@@ -337,6 +337,14 @@ def test_every_method_of_the_storage(shm_root: Path) -> None:
         run_alone(node, every_method, Path("/anywhere/at/all"))
 
 
+@pytest.mark.parametrize("wrong", [{"wait_for": "copies"}, {"wait_s": 0}, {"wait_s": -1.0}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    from replicator.integrations.torch_checkpointing import ReplicatorStorageConfig
+
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected"):
+        ReplicatorStorageConfig(**wrong)
+
+
 def test_layout_of_names() -> None:
     layout = Layout()
     assert layout.place("/a/step-5/deep/x.pt") == Place(5, "deep/x.pt", "step-5", False)
