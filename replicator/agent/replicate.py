@@ -114,7 +114,7 @@ class Replicator:
             )
         job = jobs.pop()
         self._jobs.check(job, epoch)
-        infos, missing = self._sealed(objects)
+        infos, missing = self._present(objects)
         chosen = self._jobs.buddies(job)
         self._enter([(job, buddy, False) for buddy in chosen], infos, epoch, deadline_s, report)
         loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ class Replicator:
         """
         job = objects[0].version.container.job
         self._jobs.check(job, epoch)
-        infos, failed = self._sealed(objects)
+        infos, failed = self._present(objects)
         open_ = {info.object for info in infos}
         done = asyncio.Event()
 
@@ -468,7 +468,7 @@ class Replicator:
             raise ObjectNotFoundError(f"{one} is not sealed on this node, so it cannot be copied; seal it first")
         return info
 
-    def _sealed(
+    def _present(
         self, objects: Sequence[ObjectVersion]
     ) -> tuple[list[ObjectInfo], dict[ObjectVersion, ReplicatorError]]:
         """What is sealed here, and the error of each object that is not. Raises the first one when none is."""
