@@ -183,6 +183,9 @@ class BulkServer:
                     self._expire(now)
         except Exception:
             log.exception("the bulk server failed; objects are served over gRPC only")
+            # Else the kernel would go on accepting connections that nobody reads.
+            if self._listener is not None:
+                self._listener.close()
         finally:
             self._close_all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import shutil
@@ -405,6 +406,23 @@ def test_stop_cuts_short_what_is_under_way(peer: Peer) -> None:
     with pytest.raises(ConnectionRefusedError):
         connect(peer)
     peer.bulk.stop()
+
+
+def test_a_server_that_fails_refuses_connections(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F15: who is accepted by the kernel and never answered would wait for his deadline, instead of using gRPC."""
+    peer = serve()
+
+    def out_of_memory() -> None:
+        raise MemoryError("for this test")
+
+    monkeypatch.setattr(peer.bulk, "_accept", out_of_memory)
+    with socket.create_connection(peer.bulk.address, 5) as accepted, contextlib.suppress(ConnectionResetError):
+        assert accepted.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(peer.bulk.address, 5)
+    assert "served over gRPC only" in caplog.text
 
 
 def test_a_port_that_is_taken(peer: Peer) -> None:
