@@ -122,7 +122,8 @@ class Lookup:
         if decision.version is not None:
             plan.container.CopyFrom(version_to_pb(decision.version))
             plan.world_size = manifests[decision.version].world_size
-            if epoch and step is None:
+            # An older incarnation may have asked for longer than it lasted.
+            if epoch and step is None and epoch == self._jobs.epoch(job):
                 self._retention.note_recoverable(decision.version, (one.version for one in decision.rejected))
             if epoch:
                 await self._keep_manifest(decision.version, round_.fetched)

@@ -140,6 +140,8 @@ class Retention:
             self._observed[version.container.job] = version
         else:
             self._jobs.note_retrieved(version)
+            # It may have been dropped here, and be brought back from others.
+            self._dropped.pop(version, None)
 
     def note_short(self, job: str, short: Mapping[ContainerVersion, bool]) -> None:
         """Containers that lost copies, and whether objects of them have none left. In any thread.

@@ -15,7 +15,7 @@ from replicator.agent.core import AgentCore, build_core
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.config import AgentConfig
-from replicator.decide.types import HeldObject, Manifest, ManifestEntry
+from replicator.decide.types import ContainerInventory, HeldObject, Manifest, ManifestEntry
 from replicator.errors import StoreFullError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
 from replicator.native import crc32c
@@ -122,6 +122,45 @@ async def test_copies_are_taken_of_what_a_job_goes_on_from(core: AgentCore, load
     assert core.retention.refusal(found) == ""
     _protect(core, 3)
     assert "is older than" in core.retention.refusal(found)
+
+
+async def test_what_was_dropped_and_is_loaded_again_is_as_wanted_as_before(core: AgentCore) -> None:
+    """F48: what comes late of a dropped one is refused, but not what a restart of the job brings back."""
+    found = _protect(core, 1)
+    _protect(core, 2, LOST)
+    assert await core.retention.run("job") == 1
+    assert core.retention.was_dropped(found)
+    assert "it was dropped here" in core.retention.refusal(found)
+    core.jobs.join("job", 2, [ME], 1)
+    assert [event async for event in core.puller.retrieve(found, (), 1.0)] == []
+    assert not core.retention.was_dropped(found)
+    assert core.retention.refusal(found) == ""
+
+
+async def test_a_lookup_of_an_older_incarnation_that_ends_late_changes_nothing(
+    core: AgentCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F11, F04: the newer one found step 2, and the older one asked for what was there before."""
+    older, found = _protect(core, 1), _protect(core, 2)
+    hurt = _protect(core, 3, LOST)
+    inventory = core.lookup.local
+
+    def before(job: str, step: int | None = None) -> tuple[ContainerInventory, ...]:
+        return tuple(one for one in inventory(job, step) if one.version == older)
+
+    decide = core.lookup._decide
+
+    async def while_another_looks_up(round_: Any, step: int | None) -> Any:
+        monkeypatch.undo()
+        core.jobs.check("job", 2)
+        assert (await core.lookup.run("job", 2, 1.0, None)).container.step == 2
+        return await decide(round_, step)
+
+    monkeypatch.setattr(core.lookup, "local", before)
+    monkeypatch.setattr(core.lookup, "_decide", while_another_looks_up)
+    assert (await core.lookup.run("job", 1, 1.0, None)).container.step == 1
+    assert await core.retention.run("job") == 1
+    assert core.store.versions("job") == [found, hurt]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
