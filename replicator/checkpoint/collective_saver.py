@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from replicator.checkpoint.buckets import LateBucket, ObjectWriteBucket
 from replicator.checkpoint.committing import SaveInParts
 from replicator.checkpoint.default_saver import Constant, DefaultCheckpointSaver, OneSave, no_barrier
+from replicator.checkpoint.names import folder_of
 from replicator.checkpoint.objects import CheckpointObjectManager
 from replicator.client.outstanding import CommitFutures, CommitInfo, ReplicaInfo
 from replicator.client.session import Session
@@ -32,12 +33,12 @@ class CollectiveSaver(DefaultCheckpointSaver):
         coordinates: whether this rank begins and commits.
         gathered: on the coordinator, what the ranks say they sealed; with the number of them in `world_size`.
         futures: of the commit, on the coordinator. replica_futures: of this rank's objects.
-        prefix: of the names of objects. part_of: the save that this is a part of, and that commits it.
+        prefix: the folder of its objects, or nothing. part_of: the save that this is a part of, and that commits it.
     """
 
     def __init__(self, session: Session | None, prefix: str, part_of: SaveInParts | None) -> None:
         super().__init__(int, int, no_barrier, CheckpointObjectManager(session))
-        self.prefix = prefix
+        self.prefix = folder_of(prefix)
         self.part_of = part_of
         self.restart(False, True)
 

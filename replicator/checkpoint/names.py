@@ -6,7 +6,7 @@ import os
 import re
 
 from replicator.errors import ConfigError, InvalidIdError
-from replicator.ids import CheckpointContainerId, parse_step_name, validate_step
+from replicator.ids import CheckpointContainerId, parse_step_name, validate_object_name, validate_step
 
 METADATA_NAME = ".metadata"
 _NUMBER = re.compile(r"[0-9]{1,19}")
@@ -45,6 +45,18 @@ def is_container(checkpoint_id: object) -> bool:
     except InvalidIdError:
         return False
     return True
+
+
+def folder_of(prefix: str) -> str:
+    """The prefix of objects that are in a folder, "model/" for instance, or in none.
+
+    Raises:
+        ConfigError: it is no folder: metadata would not find their objects. InvalidIdError: no folder is called so.
+    """
+    if prefix and not prefix.endswith("/"):
+        raise ConfigError(f"prefix: expected a folder, like 'model/', or nothing, found {prefix!r}")
+    validate_object_name(prefix + METADATA_NAME)
+    return prefix
 
 
 def _of_job(container: CheckpointContainerId, job: str) -> CheckpointContainerId:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from replicator.checkpoint.fetch import Pulled
 from replicator.checkpoint.loader import DefaultCheckpointLoader
-from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
+from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, folder_of, is_container
 from replicator.checkpoint.objects import CheckpointObjectManager
 from replicator.client.plan import Plan
 from replicator.client.session import Session
@@ -33,7 +33,7 @@ class ReplicatedStorageReader(StorageReader):
         plan: from `session.lookup()`: load exactly this. Otherwise the load looks it up, and under torch.distributed
             all ranks of the session must load together; with a plan, ranks may also load one by one
             (`no_dist=True`) or in a process group of their own.
-        prefix: of the names of the objects, when the container was saved in parts, for instance "model/".
+        prefix: the folder of the objects, when the container was saved in parts, for instance "model/".
         threads: that copy and check; default: as many as there are processors, at most 4.
     """
 
@@ -55,7 +55,7 @@ class ReplicatedStorageReader(StorageReader):
         self._step = step
         self._given = plan
         self._threads = threads
-        self.prefix = prefix
+        self.prefix = folder_of(prefix)
         self._metadata: Metadata | None = None
         self._start()
 

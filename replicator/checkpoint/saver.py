@@ -85,7 +85,11 @@ class CheckpointSaver(abc.ABC):
     def write_metadata(
         self, checkpoint_id: CheckpointId, metadata: Metadata, md_object_name: str = METADATA_NAME
     ) -> None:
-        """Write and replicate the metadata, as a whole or not at all: once on each node whose ranks call this."""
+        """Write and replicate the metadata, as a whole or not at all: once on each node whose ranks call this.
+
+        Args:
+            md_object_name: the paths in `metadata.storage_data` are seen from the folder that this is in.
+        """
 
     @abc.abstractmethod
     def finalize_checkpoint(self, checkpoint_id: CheckpointId) -> Future[CommitInfo] | None:

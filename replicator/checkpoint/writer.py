@@ -74,7 +74,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         backpressure: when saves come faster than their copies are made, `skip` those in between, or `block` until at
             most one lacks copies; default: the session's. The coordinator's counts.
         resumable: whether a job can go on from what this writer saves; False, for instance, for the model alone.
-        prefix: of the names of this writer's objects, for instance "model/".
+        prefix: the folder of this writer's objects in the container, for instance "model/".
         part_of: a save of several parts in one container, which whoever made it commits; then `checkpoint_id`,
             `wait_for`, `resumable` and the futures of the commit are of no use here.
 

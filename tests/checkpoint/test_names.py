@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from replicator.checkpoint.names import container_of, is_container
+from replicator.checkpoint import ReplicatedStorageReader, ReplicatedStorageWriter
+from replicator.checkpoint.names import container_of, folder_of, is_container
 from replicator.errors import ConfigError, InvalidIdError
 from replicator.ids import CheckpointContainerId
 
@@ -52,3 +53,15 @@ def test_refused(given: Any) -> None:
 def test_another_job(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"other.*job 'job'"):
         container_of(given, "job")
+
+
+def test_prefixes_are_folders() -> None:
+    for prefix in ("", "model/", "a/b/"):
+        assert folder_of(prefix) == prefix
+        assert ReplicatedStorageReader(prefix=prefix).prefix == ReplicatedStorageWriter(prefix=prefix).prefix == prefix
+    for kind in (ReplicatedStorageReader, ReplicatedStorageWriter):
+        with pytest.raises(ConfigError, match="expected a folder, like 'model/'"):
+            kind(prefix="model")
+        for wrong in ("/", "/model/", "../", "a b/"):
+            with pytest.raises(InvalidIdError):
+                kind(prefix=wrong)
