@@ -46,7 +46,8 @@ class BulkLimits:
     """Bounds of a BulkServer; times in seconds.
 
     Attributes:
-        connections: open at a time; one more is refused with 503.
+        connections: open at a time; one more takes the place of that which has waited longest without ever sending a
+            whole request, or is refused with 503 when there is none.
         answers: sent at a time, each by a thread of its own; more requests wait.
         head_s: from the first byte of a request to its last.
         idle_s: between two requests on a connection.
@@ -69,6 +70,7 @@ class _Connection:
     deadline: float = 0.0
     in_head: bool = False
     draining: bool = False
+    has_asked: bool = False
     request: h11.Request | None = None
     # Objects whose bytes the client may not have read yet. Its next request, or its end of the connection, shows
     # that it has; a client that sends requests ahead is answered all the same, and checks what it reads.
@@ -107,7 +109,7 @@ class BulkServer:
         self._congestion = congestion
         self._serve_limit = serve_limit or ServeLimit()
         self._selector = selectors.DefaultSelector()
-        self._waiting: set[_Connection] = set()
+        self._waiting: dict[_Connection, None] = {}  # in the order in which they began to wait
         self._queue: deque[_Connection] = deque()
         self._answering: dict[_Connection, Future[None]] = {}
         self._finished: deque[tuple[_Connection, bool]] = deque()
@@ -220,22 +222,32 @@ class BulkServer:
             sock.close()
             return
         connection = _Connection(sock)
-        if len(self._waiting) + len(self._queue) + len(self._answering) >= self._limits.connections:
+        if self._is_full() and not self._make_way():
             busy = RefusedError(503, f"more than {self._limits.connections} connections")
             self._refuse(connection, busy, drain=False)
         else:
             self._wait(connection)
 
+    def _is_full(self) -> bool:
+        return len(self._waiting) + len(self._queue) + len(self._answering) >= self._limits.connections
+
+    def _make_way(self) -> bool:
+        """Close the connection that has waited longest without a request: many that are opened and left keep nobody out."""
+        silent = next((one for one in self._waiting if not one.has_asked), None)
+        if silent is not None:
+            self._close(silent)
+        return silent is not None
+
     def _wait(self, connection: _Connection) -> None:
         """Wait for the next request of a connection."""
         connection.deadline = time.monotonic() + self._limits.idle_s
         connection.in_head = False
-        self._waiting.add(connection)
+        self._waiting[connection] = None
         self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _stop_waiting(self, connection: _Connection) -> None:
         if connection in self._waiting:
-            self._waiting.remove(connection)
+            del self._waiting[connection]
             self._selector.unregister(connection.sock)
 
     def _read_or_close(self, connection: _Connection) -> None:
@@ -278,6 +290,7 @@ class BulkServer:
             if request is not None:
                 self._stop_waiting(connection)
                 connection.request = request
+                connection.has_asked = True
                 connection.deadline = time.monotonic() + self._limits.queue_s
                 self._queue.append(connection)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import asyncio
 import contextlib
 import fcntl
@@ -276,14 +277,38 @@ def test_an_idle_connection_is_closed(serve: Serve) -> None:
 
 
 def test_too_many_connections(serve: Serve) -> None:
+    """Those that were answered before are kept, and one more is refused."""
     peer = serve(BulkLimits(connections=2))
     info = peer.add("object", DATA)
     first, second = connect(peer), connect(peer)
+    for sock in (first, second):
+        sock.sendall(raw_request(peer, info, "Range: bytes=0-0"))
+        assert sock.recv(1000).startswith(b"HTTP/1.1 206 ")
     with connect(peer) as third:
         assert read_all(third).startswith(b"HTTP/1.1 503 ")
     for sock in (first, second):
         sock.sendall(raw_request(peer, info, "Connection: close"))
         assert read_all(sock).endswith(DATA)
+        sock.close()
+
+
+def test_connections_that_are_opened_and_left_keep_nobody_out(serve: Serve) -> None:
+    """F20: the oldest of them makes way, whether it sent nothing or the beginning of a request."""
+    peer = serve(BulkLimits(connections=3))
+    info = peer.add("object", DATA)
+    kept = connect(peer)
+    kept.sendall(raw_request(peer, info, "Range: bytes=0-0"))
+    assert kept.recv(1000).startswith(b"HTTP/1.1 206 ")
+    left = []
+    for _ in range(20):
+        left.append(connect(peer))
+        left[-1].sendall(b"GET /v1/object HTTP/1.1\r\n")
+    assert curl("--fail", "-H", bearer(peer, info), url(peer)).stdout == DATA
+    with contextlib.suppress(ConnectionResetError):  # what it sent may not have been read
+        assert read_all(left[0]) == b""
+    kept.sendall(raw_request(peer, info, "Connection: close"))
+    assert read_all(kept).endswith(DATA)
+    for sock in (kept, *left):
         sock.close()
 
 
