@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from replicator.agent.decoding import DecodeGuard
 from replicator.agent.rpc import require_meant_for
 from replicator.config import AgentConfig
 from replicator.errors import ConfigError, StoreRootError
@@ -49,7 +50,9 @@ class Server:
     """
 
     def __init__(self, services: Sequence[str], server: grpc.aio.Server | None = None) -> None:
-        self.grpc = server or grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        self.grpc = server or grpc.aio.server(
+            options=server_options(), maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS, interceptors=(DecodeGuard(),)
+        )
         self._names = ("", *services)
         self._health = _HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -232,7 +232,7 @@ class BulkServer:
         return len(self._waiting) + len(self._queue) + len(self._answering) >= self._limits.connections
 
     def _make_way(self) -> bool:
-        """Close the connection that has waited longest without a request: many that are opened and left keep nobody out."""
+        """Close the one that has waited longest without a request: many that are opened and left keep nobody out."""
         silent = next((one for one in self._waiting if not one.has_asked), None)
         if silent is not None:
             self._close(silent)

@@ -10,9 +10,11 @@ import socket
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from cluster import Cluster
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -20,6 +22,7 @@ from replicator import rpc_options
 from replicator.agent.servers import LOCAL_SERVICES, PEER_SERVICES, Server
 from replicator.config import AgentConfig
 from replicator.errors import ConfigError, StoreRootError
+from replicator.v1 import admin_pb2, data_pb2, peer_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -193,3 +196,36 @@ def test_unusable_tls_files_are_named(certificates: Path, tmp_path: Path, name: 
     (tmp_path / "text").write_text("no certificate")
     with pytest.raises(ConfigError, match=f"{name}: .* is not a PEM file"):
         rpc_options.channel_credentials(dataclasses.replace(config, **{name: str(tmp_path / "text")}))
+
+
+def _methods() -> list[Any]:
+    services = [
+        module.DESCRIPTOR.services_by_name[name]
+        for module, name in ((peer_pb2, "PeerService"), (data_pb2, "DataService"), (admin_pb2, "AdminService"))
+    ]
+    return [method for service in services for method in service.methods]
+
+
+def _send(channel: grpc.Channel, method: Any, path: str, data: bytes) -> None:
+    if method.client_streaming:
+        channel.stream_unary(path)(iter([data]), timeout=10)
+    elif method.server_streaming:
+        list(channel.unary_stream(path)(data, timeout=10))
+    else:
+        channel.unary_unary(path)(data, timeout=10)
+
+
+def test_bytes_that_are_no_message_are_refused_without_a_trace(three: Cluster) -> None:
+    """F38: by every method that others reach, one that takes a stream among them; the log is not theirs to fill."""
+    node = three.nodes[0]
+    assert node.agent is not None
+    before = len(node.agent.output)
+    with grpc.insecure_channel(node.address.grpc_address) as channel:
+        for method in _methods():
+            path = f"/{method.containing_service.full_name}/{method.name}"
+            with pytest.raises(grpc.RpcError) as caught:
+                _send(channel, method, path, b"\xff" * 9)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, path
+            assert f"the request of {path} cannot be decoded" in caught.value.details(), path
+    assert node.status().version
+    assert not [line for line in node.agent.output[before:] if "Traceback" in line or "DecodeError" in line]
