@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -71,7 +71,9 @@ class AdminServicer:
             reachable=True,
             status=status_of(self._core, self._clients, self._started, brief=True),
         )
-        ordered = sorted([own, *reports], key=lambda report: (report.node.identity.node_id, report.node.grpc_address))
+        ordered = sorted(
+            _each_once([own, *reports]), key=lambda report: (report.node.identity.node_id, report.node.grpc_address)
+        )
         if sum(report.ByteSize() for report in ordered) > MAX_REPLY_BYTES:
             for report in ordered:
                 for job in report.status.jobs:
@@ -286,6 +288,17 @@ class AdminServicer:
             log.info("a copy cannot be described: %s", error, extra={"peer": node.node_id})
             return admin_pb2.ObjectCopy(node=identity, descriptor=short)
         return admin_pb2.ObjectCopy(node=identity, descriptor=reply.descriptor)
+
+
+def _each_once(reports: Iterable[admin_pb2.NodeReport]) -> Iterator[admin_pb2.NodeReport]:
+    """A node that is known by several addresses, this one too, is one node; the first report of it counts."""
+    seen: set[tuple[str, int]] = set()
+    for report in reports:
+        identity = report.node.identity.node_id, report.node.identity.incarnation
+        if report.reachable and identity in seen:
+            continue
+        seen.add(identity)
+        yield report
 
 
 def _that_fit(messages: Iterable[MessageT]) -> list[MessageT]:

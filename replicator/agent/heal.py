@@ -103,8 +103,16 @@ class Healer:
     # -- what others see
 
     def short(self) -> list[Short]:
-        """Containers that are short of copies, as far as this node knows, newest first within a job."""
-        return [short for job in sorted(self._plans) for short in self._plans[job].short]
+        """Containers that are short of copies, as far as this node knows, newest first within a job.
+
+        Not those that were dropped since they were looked at.
+        """
+        return [
+            short
+            for job in sorted(self._plans)
+            for short in self._plans[job].short
+            if self._store.manifest(short.version) is not None
+        ]
 
     def scarce(self) -> tuple[int, int]:
         """Objects, and their bytes, that cannot have all their copies because too few nodes stay."""

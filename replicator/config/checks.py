@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from replicator.config.agent import AgentConfig
 
 MIN_SERVE_LIMIT = 1 << 20
+# Each is a thread and a socket on both sides, for every other node.
+MAX_CONNECTIONS_PER_PEER = 64
 
 
 def check(config: AgentConfig) -> None:
@@ -50,6 +52,10 @@ def _check_placement(config: AgentConfig) -> None:
         validate_labels(config.labels)
     except InvalidIdError as error:
         raise ConfigError(str(error)) from None
+    try:
+        validate_labels(tuple((level, level) for level in config.domain_levels))
+    except InvalidIdError as error:
+        raise ConfigError(f"domain_levels: of {', '.join(config.domain_levels)}: {error}"[:300]) from None
     unknown = [level for level, _ in config.labels if config.domain_levels and level not in config.domain_levels]
     if unknown:
         raise ConfigError(
@@ -87,7 +93,10 @@ def _check_memory(config: AgentConfig) -> None:
 
 
 def _check_times(config: AgentConfig) -> None:
-    _at_least("connections_per_peer", config.connections_per_peer, 1)
+    if not 1 <= config.connections_per_peer <= MAX_CONNECTIONS_PER_PEER:
+        raise ConfigError(
+            f"connections_per_peer: expected 1..{MAX_CONNECTIONS_PER_PEER}, found {config.connections_per_peer}"
+        )
     _at_least("idle_exit_s", config.idle_exit_s, 0)
     if not 0.1 <= config.deadline_s <= 86400:
         raise ConfigError(f"deadline_s: expected 0.1..86400 seconds, found {config.deadline_s}")
@@ -143,11 +152,17 @@ def _check_pace(config: AgentConfig) -> None:
         parse_cpus(config.cpu_affinity)
     if not re.fullmatch("0?[0-7]{1,3}", config.socket_mode):
         raise ConfigError(f"socket_mode: expected octal digits like 0600, found {config.socket_mode!r}")
+    if int(config.socket_mode, 8) & 0o600 != 0o600:
+        raise ConfigError(
+            f"socket_mode: expected the owner to read and write (0600 and more), found {config.socket_mode!r}; "
+            "trainers of this user could not connect"
+        )
 
 
 def _check_membership(config: AgentConfig) -> None:
     needed = {"dns": "dns_name", "etcd": "etcd_endpoints"}
-    for source, name in (("static", "peers"), *needed.items()):
+    of_etcd = (("etcd", name) for name in ("etcd_ca", "etcd_cert", "etcd_key"))
+    for source, name in (("static", "peers"), *needed.items(), *of_etcd):
         if getattr(config, name) and config.membership != source:
             raise ConfigError(
                 f"{name}: expected none with membership = {config.membership}, found {getattr(config, name)!r}; "

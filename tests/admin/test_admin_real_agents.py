@@ -138,6 +138,7 @@ def cluster(root: Path, stack: ExitStack) -> dict[str, Node]:
     for name in ("n1", "n2"):
         started[name] = start(name, root / name, [], stack)
     peers = [started[name].ready().grpc_address for name in ("n1", "n2")]
+    peers.append(peers[1].replace("127.0.0.1", "localhost"))
     started["n3"] = start("n3", root / "n3", peers, stack).ready()
     return started
 
@@ -176,7 +177,10 @@ def test_status(healthy: dict[str, Node]) -> None:
 
 def test_nodes_with_one_that_is_gone(nodes: dict[str, Node]) -> None:
     """F15, F19."""
-    assert admin_json("nodes", "--root", nodes["n3"].root)[0] == 0
+    status, found = admin_json("nodes", "--root", nodes["n3"].root)
+    assert status == 0
+    # n2 is among the peers under two addresses.
+    assert [report["node"]["node_id"] for report in found["nodes"]] == ["n1", "n2", "n3"]
 
     def believed() -> dict[str, Any]:
         peers = admin_json("status", "--root", nodes["n3"].root)[1]["peers"]
