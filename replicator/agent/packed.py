@@ -38,6 +38,7 @@ from replicator.v1 import data_pb2
 from replicator.wire import sender_to_pb, version_to_pb
 
 LANE = "grpc"
+_WHAT = "packs"
 
 Reasons = Sequence[tuple[str, ReplicatorError]]
 """Why nodes (by id) did not give an object."""
@@ -185,7 +186,9 @@ class Packer:
 
     def _is_asked_again(self, errand: Errand, one: Wanted) -> bool:
         """Whether it is wanted again from those of its nodes that refused; told as failed when it is not."""
-        one.node_ids = [node_id for node_id, error in one.reasons.items() if errand.patience.lasts(node_id, error)]
+        one.node_ids = [
+            node_id for node_id, error in one.reasons.items() if errand.patience.lasts(node_id, _WHAT, error)
+        ]
         if not one.node_ids:
             one.taking.task.set_exception(errand.failure(one.info.object, tuple(one.reasons.items())))
         return bool(one.node_ids)
@@ -219,9 +222,9 @@ class Packer:
                 try:
                     patience.require_heard(node_id)
                     odd += await self._call(errand, node_id, wanted[part])
-                    patience.answered(node_id)
+                    patience.answered(node_id, _WHAT)
                 except ReplicatorError as error:
-                    patience.failed(node_id, error)
+                    patience.failed(node_id, _WHAT, error)
                     strange = set(odd)
                     for one in wanted:
                         if one.is_open and one not in strange:

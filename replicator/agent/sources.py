@@ -133,7 +133,7 @@ class Opener:
                 raise
             return info
 
-        asked = await ask_in_turn(sources, describe, patience)
+        asked = await ask_in_turn(sources, describe, patience, "a description")
         if asked.result is not None:
             return asked.result
         if not asked.failures:

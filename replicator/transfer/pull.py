@@ -165,7 +165,7 @@ class _Pull:
     async def run(self, sources: Sequence[PullSource]) -> PullReport:
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        asked = await ask_in_turn(sources if self._missing else (), self._pull_from, self._patience)
+        asked = await ask_in_turn(sources if self._missing else (), self._pull_from, self._patience, "blocks")
         if self._missing:
             raise self._failure(len(sources), asked.failures)
         return PullReport(

@@ -51,11 +51,15 @@ class PullPolicy:
 
 
 class Patience:
-    """Which nodes refuse, and which are silent, as all pulls of one errand have found. Used in the event loop only."""
+    """Which nodes refuse, and which are silent, as all pulls of one errand have found. Used in the event loop only.
+
+    Refusals count for what was asked for: who describes an object may refuse to send its bytes.
+    """
 
     def __init__(self, policy: PullPolicy) -> None:
         self.policy = policy
-        self._refused: dict[str, tuple[float, float]] = {}  # node -> when first since it answered, and when last
+        # Node and what it was asked for -> when it first refused that since it gave it, and when last.
+        self._refused: dict[tuple[str, str], tuple[float, float]] = {}
         self._silent: dict[str, DeadlineExceededError] = {}
 
     def require_heard(self, node_id: str) -> None:
@@ -64,28 +68,28 @@ class Patience:
         if silence is not None:
             raise DeadlineExceededError(str(silence))
 
-    def answered(self, node_id: str) -> None:
+    def answered(self, node_id: str, what: str) -> None:
         """The node gave what it was asked for."""
-        self._refused.pop(node_id, None)
+        self._refused.pop((node_id, what), None)
         self._silent.pop(node_id, None)
 
-    def failed(self, node_id: str, error: ReplicatorError) -> None:
+    def failed(self, node_id: str, what: str, error: ReplicatorError) -> None:
         """It did not."""
         if isinstance(error, PeerUnavailableError):
             now = asyncio.get_running_loop().time()
-            first, _ = self._refused.get(node_id, (now, now))
-            self._refused[node_id] = first, now
+            first, _ = self._refused.get((node_id, what), (now, now))
+            self._refused[node_id, what] = first, now
         elif isinstance(error, DeadlineExceededError):
             self._silent[node_id] = error
 
-    def lasts(self, node_id: str, error: ReplicatorError) -> bool:
+    def lasts(self, node_id: str, what: str, error: ReplicatorError) -> bool:
         """Whether a node that failed with `error` is to be asked again.
 
         It is once more in any case when it was not asked again before the time was over.
         """
         if not isinstance(error, PeerUnavailableError) or not self.policy.patience_s:
             return False
-        first, last = self._refused.get(node_id, (0.0, 0.0))
+        first, last = self._refused.get((node_id, what), (0.0, 0.0))
         return last - first < self.policy.patience_s
 
 
@@ -98,13 +102,14 @@ class Asked(Generic[ResultT]):
 
 
 async def ask_in_turn(
-    sources: Sequence[SourceT], ask: Callable[[SourceT], Awaitable[ResultT]], patience: Patience
+    sources: Sequence[SourceT], ask: Callable[[SourceT], Awaitable[ResultT]], patience: Patience, what: str
 ) -> Asked[ResultT]:
     """Ask one source after the other until one gives a result; in the end, again those that refused.
 
     Args:
         sources: best first.
         ask: what it raises of ReplicatorError is why that source fails.
+        what: is asked for.
     """
     failures: dict[str, ReplicatorError] = {}
     left = list(sources)
@@ -118,11 +123,11 @@ async def ask_in_turn(
             except ReplicatorError as error:
                 failures.pop(node_id, None)
                 failures[node_id] = error
-                patience.failed(node_id, error)
-                if patience.lasts(node_id, error):
+                patience.failed(node_id, what, error)
+                if patience.lasts(node_id, what, error):
                     again.append(source)
             else:
-                patience.answered(node_id)
+                patience.answered(node_id, what)
                 return Asked(result, tuple(failures.items()))
         if again:
             await patience.policy.pause()

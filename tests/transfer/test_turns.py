@@ -23,6 +23,7 @@ class Nodes:
         self.patience = patience or Patience(POLICY)
         self.failures = failures
         self.asked: list[str] = []
+        self.what = "bytes"
 
     async def answer(self, source: PullSource) -> str:
         self.asked.append(source.node_id)
@@ -32,7 +33,7 @@ class Nodes:
         return source.node_id
 
     async def ask(self, *node_ids: str) -> Asked[str]:
-        return await ask_in_turn([PullSource(one, _never) for one in node_ids], self.answer, self.patience)
+        return await ask_in_turn([PullSource(one, _never) for one in node_ids], self.answer, self.patience, self.what)
 
 
 async def _never() -> Source:
@@ -83,6 +84,19 @@ async def test_all_that_belongs_together_has_one_patience() -> None:
     assert (await Nodes(patience, a=refusals(3)).ask("a")).result == "a"
 
 
+async def test_who_describes_and_sends_nothing_is_not_waited_for_again_with_each_object() -> None:
+    """As where the port for the bytes is closed."""
+    loop = asyncio.get_running_loop()
+    nodes = Nodes(a=refusals(100_000))
+    describing = Nodes(nodes.patience)
+    describing.what = "a description"
+    began = loop.time()
+    for _ in range(20):
+        assert (await describing.ask("a")).result == "a"
+        assert (await nodes.ask("a")).result is None
+    assert loop.time() - began < POLICY.patience_s + 1
+
+
 async def test_who_was_silent_for_a_deadline_is_not_awaited_for_anything_else() -> None:
     """Until it has been heard of again."""
     nodes = Nodes(a=[DeadlineExceededError("waited 3.0 s")])
@@ -91,7 +105,7 @@ async def test_who_was_silent_for_a_deadline_is_not_awaited_for_anything_else() 
         assert asked.result == "b"
         assert [str(error) for _, error in asked.failures] == ["waited 3.0 s"]
     assert nodes.asked.count("a") == 1
-    nodes.patience.answered("a")
+    nodes.patience.answered("a", "bytes")
     nodes.failures.clear()
     assert (await nodes.ask("a", "b")).result == "a"
 
