@@ -43,6 +43,7 @@ from replicator.config import AgentConfig
 from replicator.errors import InvalidIdError, ObjectNotFoundError
 from replicator.faultpoints import reach
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
+from replicator.packs import MAX_CALL_BYTES, is_small, pieces_of
 from replicator.store import Store
 from replicator.store.client_lock import is_client_alive
 from replicator.store.paths import StorePaths
@@ -51,7 +52,7 @@ from replicator.store.reader import ObjectReader
 from replicator.store.trailer import ObjectInfo
 from replicator.transfer.grpc_lane import GrpcLane, data_service
 from replicator.transfer.lane import Lane
-from replicator.transfer.packed import MAX_CALL_BYTES, encode_piece, is_small, packed_service, pieces_of
+from replicator.transfer.packed import encode_piece, packed_service
 from replicator.transfer.serve_limit import ServeLimit
 from replicator.transfer.tickets import TicketOffice
 from replicator.v1 import data_pb2, types_pb2

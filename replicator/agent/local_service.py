@@ -16,6 +16,7 @@ from replicator.agent.abandon import MAX_TOLD
 from replicator.agent.clients import ClientRegistry
 from replicator.agent.core import AgentCore
 from replicator.agent.rpc import deadline_s, handler
+from replicator.agent.seal_many import seal_many
 from replicator.agent.windows import WindowWanted
 from replicator.errors import (
     InvalidIdError,
@@ -173,6 +174,12 @@ class LocalServicer(local_pb2_grpc.LocalServiceServicer):
                 f"{info.size} bytes of {info.crc32c:08x}. Begin a new attempt to save the step again"
             )
         return local_pb2.SealReply()
+
+    @handler
+    async def SealMany(self, request: local_pb2.SealManyRequest, context: Context) -> local_pb2.SealManyReply:
+        """Write and publish small objects whose bytes come with the call. Repeated, it changes nothing."""
+        self._clients.require(request.client_id)
+        return await seal_many(self._core, request)
 
     @handler
     async def Adopt(self, request: local_pb2.AdoptRequest, context: Context) -> local_pb2.AdoptReply:

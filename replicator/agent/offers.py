@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from replicator.errors import NodeDrainingError, ReplicationError, ReplicatorError, StaleEpochError
 from replicator.ids import ContainerVersion, ObjectVersion
+from replicator.packs import is_small
 from replicator.store.trailer import ObjectInfo
-from replicator.transfer.packed import is_small
 from replicator.v1 import local_pb2
 
 MAX_OFFER_OBJECTS = 64

@@ -29,10 +29,11 @@ from replicator.errors import (
 )
 from replicator.ids import ContainerVersion, NodeAddress, ObjectVersion
 from replicator.native import crc32c
+from replicator.packs import calls_of, is_small
 from replicator.store import Store
 from replicator.store.ingest import Item
 from replicator.store.trailer import ObjectInfo
-from replicator.transfer.packed import Payloads, calls_of, is_small, read_packed
+from replicator.transfer.packed import Payloads, read_packed
 from replicator.transfer.turns import Patience
 from replicator.v1 import data_pb2
 from replicator.wire import sender_to_pb, version_to_pb

@@ -16,10 +16,10 @@ from replicator.decide.types import ObjectSource
 from replicator.errors import CorruptObjectError, ObjectNotFoundError, ReplicatorError, to_wire
 from replicator.ids import ContainerVersion, ObjectVersion
 from replicator.native import crc32c
+from replicator.packs import MAX_PIECE_OBJECTS
 from replicator.store import Store
 from replicator.store.reader import open_object
 from replicator.store.trailer import ObjectInfo
-from replicator.transfer.packed import MAX_PIECE_OBJECTS
 from replicator.transfer.turns import Patience
 from replicator.v1 import local_pb2
 

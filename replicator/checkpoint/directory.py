@@ -31,6 +31,7 @@ from replicator.errors import (
 )
 from replicator.ids import CheckpointContainerId, ContainerVersion
 from replicator.native import crc32c
+from replicator.packs import pieces_of
 
 PURPOSE = "directories"
 """What ranks agree on apart from everything else: commits may come from a thread of their own."""
@@ -259,19 +260,34 @@ class _Commit:
     def _write(self, attempt: PlainSave, names: Sequence[str]) -> bytes:
         entries: list[ManifestEntry] = []
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="replicator-commit-dir") as pool:
-            waiting = [pool.submit(self._write_object, attempt, name) for name in names]
+            parts = pieces_of([self._listing[name].size for name in names])
+            waiting = [pool.submit(self._write_some, attempt, names[part]) for part in parts]
             try:
                 # Some at a time: one call to the agent for many small objects, and copies begin before the last one.
-                for start in range(0, len(waiting), _TOLD_AT_ONCE):
-                    some = [written.result() for written in waiting[start : start + _TOLD_AT_ONCE]]
-                    attempt.replicate([entry.name for entry in some])
-                    entries += some
+                told = 0
+                for left, written in zip(range(len(waiting) - 1, -1, -1), waiting, strict=True):
+                    entries += written.result()
+                    if not left or len(entries) - told >= _TOLD_AT_ONCE:
+                        attempt.replicate([entry.name for entry in entries[told:]])
+                        told = len(entries)
             finally:
                 for one in waiting:
                     one.cancel()
         if self._path is not None and list_files(self._path) != self._listing:
             raise DirectoryError(f"{self._path} changed while it was read; commit a directory that is finished")
         return json.dumps([dataclasses.astuple(entry) for entry in entries]).encode()
+
+    def _write_some(self, attempt: PlainSave, names: Sequence[str]) -> list[ManifestEntry]:
+        """Small files together, or a large one alone."""
+        if len(names) == 1:
+            return [self._write_object(attempt, names[0])]
+        return attempt.write_many([(name, self._content(name)) for name in names])
+
+    def _content(self, name: str) -> memoryview:
+        """Of a file of one piece."""
+        content = memoryview(bytearray(self._listing[name].size))
+        self._read(name, lambda size: content[:size], lambda _: None)
+        return content
 
     def _write_object(self, attempt: PlainSave, name: str) -> ManifestEntry:
         def fill(sink: SegmentObject) -> None:

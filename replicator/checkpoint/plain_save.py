@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from replicator.checkpoint.committing import commit, entry_of, give_up, replicate, wait_for_commit
 from replicator.client.outstanding import CommitFutures, ReplicaInfo
@@ -11,6 +12,9 @@ from replicator.client.segments import SegmentObject
 from replicator.client.session import Session
 from replicator.decide.types import ManifestEntry
 from replicator.ids import ContainerVersion
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class PlainSave:
@@ -35,6 +39,11 @@ class PlainSave:
         with self._session.create(self.version.object(name), size) as sink:
             fill(sink)
         return entry_of(sink.info)
+
+    def write_many(self, contents: Sequence[tuple[str, ReadableBuffer]]) -> list[ManifestEntry]:
+        """New objects whose bytes are here already, (name, bytes) of each. Raises like `Session.create_many`."""
+        infos = self._session.create_many([(self.version.object(name), data) for name, data in contents])
+        return [entry_of(info) for info in infos]
 
     def replicate(self, names: Sequence[str]) -> None:
         """Have sealed objects copied to the buddies. Trouble is logged, and in the futures.

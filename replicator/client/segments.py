@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from replicator.checksum import BLOCK_SIZE
 from replicator.client import fork
 from replicator.client.local_agent import LocalAgent
-from replicator.errors import AgentUnavailableError, ReplicatorError, SegmentError
+from replicator.errors import (
+    AgentUnavailableError,
+    ReplicatorError,
+    SegmentError,
+    StoreError,
+    UnsupportedError,
+    from_wire,
+)
 from replicator.faultpoints import reach
 from replicator.first_error import FirstError
 from replicator.ids import ObjectVersion
+from replicator.native import crc32c
+from replicator.packs import is_small, pieces_of
 from replicator.store.paths import SegmentName
 from replicator.store.publish import publish
 from replicator.store.segment import MappedSegment, MappingCache, create_segment
@@ -130,6 +140,62 @@ class Segments:
         self._not_lone(name)
         self.agent.sealed(name)
         self.agent.adopt_later(info.object)
+
+    def seal_many(
+        self, objects: Sequence[tuple[ObjectVersion, ReadableBuffer]], epoch: int
+    ) -> list[ObjectInfo | ReplicatorError]:
+        """Objects whose bytes are here already. Small ones go many at a time, with a call for all of them.
+
+        Each stands for itself. Without an agent they are written one by one, as all others are.
+
+        Returns:
+            What was sealed, or why not: the errors of `create` and `SegmentObject.seal`.
+
+        Raises:
+            StaleEpochError, CommitError: an incarnation, or an attempt, that is over.
+        """
+        views = [memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"") for _, data in objects]
+        results: dict[int, ObjectInfo | ReplicatorError] = {}
+        small = [index for index, view in enumerate(views) if is_small(len(view))]
+        for piece in pieces_of([len(views[index]) for index in small]):
+            some = small[piece]
+            try:
+                results.update(self._seal_piece({index: (objects[index][0], views[index]) for index in some}))
+            except (AgentUnavailableError, UnsupportedError) as error:
+                # Away, or of an older version.
+                logger.info("%d objects are sealed one by one: %s", len(some), error)
+        for index, view in enumerate(views):
+            if index not in results:
+                results[index] = self._seal_alone(objects[index][0], view, epoch)
+        return [results[index] for index in range(len(objects))]
+
+    def _seal_piece(
+        self, objects: Mapping[int, tuple[ObjectVersion, memoryview]]
+    ) -> dict[int, ObjectInfo | ReplicatorError]:
+        node_id, client_id = self.agent.node.node_id, self.agent.client_id
+        infos = []
+        for one, view in objects.values():
+            crc = crc32c(view)
+            infos.append(ObjectInfo(one, len(view), crc, BLOCK_SIZE, (crc,) if view else (), node_id, client_id))
+        request = local_pb2.SealManyRequest(
+            client_id=client_id,
+            descriptors=[info_to_pb(info) for info in infos],
+            payloads=b"".join(view for _, view in objects.values()),
+        )
+        reply = self.agent.call("SealMany", request, local_pb2.SealManyReply)
+        results: dict[int, ObjectInfo | ReplicatorError] = dict(zip(objects, infos, strict=True))
+        indexes = list(objects)
+        for failure in reply.failures:
+            results[indexes[failure.index]] = from_wire(failure.error_kind, failure.error_message)
+        return results
+
+    def _seal_alone(self, one: ObjectVersion, view: memoryview, epoch: int) -> ObjectInfo | ReplicatorError:
+        try:
+            with self.create(one, len(view), epoch) as sink:
+                sink.write(view)
+            return sink.info
+        except StoreError as error:
+            return error
 
     def _is_lone(self, name: str) -> bool:
         with self._lock:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replicator.client import inherit
 from replicator.client.agreement import Ranks, is_distributed, known_ranks, meet_ranks
@@ -27,7 +27,7 @@ from replicator.client.segments import SegmentObject, Segments
 from replicator.client.session_spec import SessionSpec
 from replicator.config import load_config
 from replicator.decide.types import Manifest
-from replicator.errors import ConfigError, DeadlineExceededError
+from replicator.errors import ConfigError, DeadlineExceededError, ReplicatorError
 from replicator.faultpoints import reach
 from replicator.ids import (
     AgreedPlacement,
@@ -38,6 +38,11 @@ from replicator.ids import (
     validate_step,
 )
 from replicator.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+    from replicator.store.trailer import ObjectInfo
 
 logger = logging.getLogger("replicator.client")
 
@@ -200,6 +205,19 @@ class Session:
             StaleEpochError: a newer incarnation of the job exists.
         """
         return self.segments.create(one, size, self.epoch)
+
+    def create_many(self, objects: Sequence[tuple[ObjectVersion, ReadableBuffer]]) -> list[ObjectInfo]:
+        """Seal objects whose bytes are here already: many small ones cost a call together, not two each.
+
+        Raises:
+            ReplicatorError: some are not sealed; of the first one's kind, and with its reason. The others are.
+            StaleEpochError: a newer incarnation of the job exists.
+        """
+        results = self.segments.seal_many(objects, self.epoch)
+        failed = [one for one in results if isinstance(one, ReplicatorError)]
+        if failed:
+            raise type(failed[0])(f"{len(failed)} of {len(results)} objects could not be sealed: {failed[0]}")
+        return [one for one in results if not isinstance(one, ReplicatorError)]
 
     def close(self) -> None:
         """Leave. The agent goes on with what it was asked for. Idempotent; does nothing in a forked child."""

@@ -24,51 +24,19 @@ from replicator.errors import (
     TransferError,
     TransferStalledError,
 )
+from replicator.packs import MAX_CALL_OBJECTS
 from replicator.rpc_errors import abort, error_from_rpc
 from replicator.transfer.grpc_lane import SERVICE
 from replicator.transfer.serve_limit import ServeLimit, TokenBucket
 from replicator.v1 import data_pb2
 
 METHOD = "ReadPacked"
-MAX_OBJECT_BYTES = 256 << 10
-"""A larger object is no small one: its round trips cost less than its bytes."""
-MAX_CALL_BYTES = 8 << 20
-MAX_CALL_OBJECTS = 4096
-MAX_PIECE_BYTES = 1 << 20
-"""Of payloads in one message."""
-MAX_PIECE_OBJECTS = 256
 MAX_READS = 8
 
 _ABSENT = 0xFFFFFFFF
 
 Payloads = Sequence[memoryview | None]
 """Of consecutive objects; None for one that the source does not have."""
-
-
-def is_small(size: int) -> bool:
-    """Whether an object of so many bytes travels in a pack."""
-    return size <= MAX_OBJECT_BYTES
-
-
-def calls_of(sizes: Sequence[int]) -> Iterator[slice]:
-    """How many objects go into one call: consecutive ones, within its bounds."""
-    return _cut(sizes, MAX_CALL_OBJECTS, MAX_CALL_BYTES)
-
-
-def pieces_of(sizes: Sequence[int]) -> Iterator[slice]:
-    """The same for one message of a call."""
-    return _cut(sizes, MAX_PIECE_OBJECTS, MAX_PIECE_BYTES)
-
-
-def _cut(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[slice]:
-    first = total = 0
-    for index, size in enumerate(sizes):
-        if index > first and (index - first == most or total + size > most_bytes):
-            yield slice(first, index)
-            first, total = index, 0
-        total += size
-    if first < len(sizes):
-        yield slice(first, len(sizes))
 
 
 def encode_piece(payloads: Sequence[bytes | None]) -> bytes:

@@ -19,10 +19,19 @@ from replicator.client.outstanding import ReplicaInfo
 from replicator.client.session import Session, attach
 from replicator.client.session_spec import SessionSpec
 from replicator.decide.types import Manifest, ManifestEntry
-from replicator.errors import ReplicationError
+from replicator.errors import (
+    CommitError,
+    InvalidIdError,
+    ObjectExistsError,
+    ReplicationError,
+    StaleEpochError,
+)
 from replicator.ids import CheckpointContainerId, ContainerVersion, ObjectVersion
+from replicator.native import crc32c
 from replicator.store.paths import TEMPORARY
 from replicator.store.trailer import ObjectInfo
+from replicator.v1 import local_pb2, types_pb2
+from replicator.wire import info_to_pb
 
 LARGEST = 256 << 10
 WAIT_S = 60.0
@@ -195,3 +204,96 @@ def test_a_buddy_that_hangs_is_given_up_after_the_deadline(own_three: Cluster) -
         buddy.agent.signal(signal.SIGCONT)
     assert {type(error) for error in found.values()} == {ReplicationError}
     assert "n1" in str(found[next(iter(infos))])
+
+
+# -- sealed many at a time
+
+
+def test_many_are_sealed_with_a_few_calls_and_large_ones_among_them(three: Cluster) -> None:
+    """F01; what is sealed again with the same bytes is there already."""
+    contents = [*mixed(400, seed=6), os.urandom(LARGEST + 1), os.urandom(3 * MIB)]
+    node = three.nodes[0]
+    with session(three, 0) as trainer:
+        version = trainer.begin(CheckpointContainerId(trainer.job, 1))
+        objects = [(version.object(f"o{number:05d}"), content) for number, content in enumerate(contents)]
+        before = node.status().counters
+        infos = dict(zip([one for one, _ in objects], trainer.create_many(objects), strict=True))
+        after = node.status().counters
+        assert after["objects_sealed"] - before.get("objects_sealed", 0) == len(contents)
+        assert after["segments_reserved"] - before.get("segments_reserved", 0) == 2, "the two large ones"
+        check(node, infos, contents)
+        assert [one.crc32c for one in trainer.create_many(objects)] == [info.crc32c for info in infos.values()]
+        assert set(outcomes(trainer.replication.async_replicate_many(list(infos))).values()) == {None}
+        check(three.nodes[1], infos, contents)
+        committed = trainer.agent.commit(manifest_of(trainer, version, infos))
+        assert committed.protected.result(WAIT_S).is_protected
+
+
+def test_of_many_those_that_cannot_be_sealed_leave_the_others_alone(three: Cluster) -> None:
+    """F10, F11."""
+    with session(three, 0) as trainer:
+        version = trainer.begin(CheckpointContainerId(trainer.job, 1))
+        objects = [(version.object(f"o{number}"), b"first %d" % number) for number in range(4)]
+        trainer.create_many(objects[:1])
+        changed = [(objects[0][0], b"other"), *objects[1:]]
+        with pytest.raises(ObjectExistsError, match=r"1 of 4 objects could not be sealed: .*o0"):
+            trainer.create_many(changed)
+        for one, content in objects:
+            assert three.nodes[0].bytes_of(one) == content
+        three.ranks[0].join(2, three.nodes)
+        with pytest.raises(StaleEpochError):
+            trainer.create_many([(version.object("late"), b"late")])
+    assert three.nodes[0].held(version.object("late")) is None
+
+
+def test_many_are_sealed_without_an_agent_and_found_by_the_next(own_three: Cluster) -> None:
+    """F13's kind: one by one then, as all others are."""
+    node = own_three.nodes[0]
+    with session(own_three, 0) as trainer:
+        version = trainer.begin(CheckpointContainerId(trainer.job, 1))
+        objects = [(version.object(f"o{number}"), b"%d" % number * 100) for number in range(20)]
+        node.kill()
+        infos = dict(zip([one for one, _ in objects], trainer.create_many(objects), strict=True))
+        check(node, infos, [content for _, content in objects])
+        node.start()
+        wait_until(lambda: node.status().sealed_objects == len(objects), "the next agent to have them")
+
+
+def _seal_request(
+    three: Cluster, descriptors: Sequence[types_pb2.ObjectDescriptor], payloads: bytes
+) -> local_pb2.SealManyReply:
+    rank = three.ranks[0]
+    request = local_pb2.SealManyRequest(client_id=rank.client_id, descriptors=descriptors, payloads=payloads)
+    return rank.call("SealMany", request, local_pb2.SealManyReply)
+
+
+def test_what_contradicts_itself_is_not_sealed(three: Cluster) -> None:
+    """F01, F38: sizes, bytes, owners and numbers that cannot be."""
+    rank, version = three.ranks[0], three.ranks[0].begin(1)
+
+    def describe(name: str, content: bytes, owner: str = "n0") -> types_pb2.ObjectDescriptor:
+        crc = crc32c(content)
+        return info_to_pb(
+            ObjectInfo(version.object(name), len(content), crc, 4 * MIB, (crc,) if content else (), owner, "")
+        )
+
+    good = describe("good", b"good")
+    for descriptors, payloads, found in (
+        ([], b"", "found 0 of"),
+        ([good] * 257, b"good" * 257, "found 257 of"),
+        ([good], b"goo", "expected 4 bytes"),
+        ([good], b"good!", "expected 4 bytes"),
+        ([describe("large", bytes(LARGEST + 1))], bytes(LARGEST + 1), "too many"),
+        ([good], bytes(MIB + 1), "1048577 bytes"),
+        ([good, describe("foreign", b"x", "n1")], b"goodx", "owner"),
+    ):
+        with pytest.raises(InvalidIdError, match=found):
+            _seal_request(three, descriptors, payloads)
+    assert three.nodes[0].held(version.object("good")) is None
+    (failure,) = _seal_request(three, [describe("bad", b"good"), good], b"evilgood").failures
+    assert (failure.index, failure.error_kind) == (0, "CorruptObjectError")
+    assert three.nodes[0].held(version.object("bad")) is None
+    assert three.nodes[0].bytes_of(version.object("good")) == b"good"
+    rank.begin(1, abandons=[version])
+    with pytest.raises(CommitError, match="abandoned"):
+        _seal_request(three, [describe("late", b"late")], b"late")

@@ -16,10 +16,11 @@ from test_small_objects import WAIT_S, check, manifest_of, mixed, outcomes, sess
 
 from replicator.errors import InvalidIdError, ReplicatorError, StaleEpochError, TransferError
 from replicator.ids import CheckpointContainerId, ObjectVersion
+from replicator.packs import MAX_CALL_OBJECTS
 from replicator.rpc_errors import error_from_rpc
 from replicator.rpc_options import channel_options
 from replicator.store.trailer import ObjectInfo
-from replicator.transfer.packed import MAX_CALL_OBJECTS, decode_piece
+from replicator.transfer.packed import decode_piece
 from replicator.v1 import data_pb2
 from replicator.wire import Sender, sender_to_pb, version_to_pb
 

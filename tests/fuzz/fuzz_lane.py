@@ -11,6 +11,7 @@ import h11
 from fuzz_engine import Target
 
 from replicator.errors import ObjectNotFoundError, TicketError, TransferError
+from replicator.packs import MAX_PIECE_OBJECTS
 from replicator.transfer import bulk_http, bulk_response, packed
 from replicator.transfer.bulk_http import RefusedError
 from replicator.transfer.bulk_request import RangeRequest, StaleConnectionError, perform
@@ -144,7 +145,7 @@ def _read_piece(data: bytes) -> None:
 
 _PIECES = [
     packed.encode_piece(payloads)
-    for payloads in ([], [b"a"], [None], [b"", b"abc", None, bytes(300)], [b"x"] * packed.MAX_PIECE_OBJECTS)
+    for payloads in ([], [b"a"], [None], [b"", b"abc", None, bytes(300)], [b"x"] * MAX_PIECE_OBJECTS)
 ]
 
 

@@ -10,19 +10,16 @@ import grpc
 import pytest
 
 from replicator.errors import TransferError
-from replicator.transfer.grpc_lane import SERVICE
-from replicator.transfer.packed import (
+from replicator.packs import (
     MAX_CALL_BYTES,
     MAX_CALL_OBJECTS,
     MAX_PIECE_BYTES,
     MAX_PIECE_OBJECTS,
-    METHOD,
     calls_of,
-    decode_piece,
-    encode_piece,
     pieces_of,
-    read_packed,
 )
+from replicator.transfer.grpc_lane import SERVICE
+from replicator.transfer.packed import METHOD, decode_piece, encode_piece, read_packed
 from replicator.v1 import data_pb2
 
 
