@@ -99,6 +99,8 @@ def healing(reply: admin_pb2.Healing) -> View:
             }
             for short in reply.short
         ],
+        "scarce_objects": reply.scarce_objects,
+        "scarce_bytes": reply.scarce_bytes,
     }
 
 

@@ -86,8 +86,11 @@ def drain_event(core: AgentCore, progress: DrainProgress) -> admin_pb2.DrainEven
 
 def _healing(core: AgentCore) -> admin_pb2.Healing:
     """The newest containers that are short of copies: an operator looks at those, and a message has a bound."""
+    scarce_objects, scarce_bytes = core.healer.scarce()
     return admin_pb2.Healing(
         draining=core.drain.active,
+        scarce_objects=scarce_objects,
+        scarce_bytes=scarce_bytes,
         objects_moving=core.healer.moves.objects_left,
         bytes_moving=core.healer.moves.bytes_left,
         short=[

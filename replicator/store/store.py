@@ -46,6 +46,8 @@ logger = logging.getLogger("replicator.store")
 
 T = TypeVar("T")
 
+# Jobs that the error of a full store names.
+_JOBS_NAMED = 4
 _PRESSURE_ROUNDS = 3
 _RELIEF_BYTES = 64 << 10
 _RECORD_BYTES = 8 << 10
@@ -208,9 +210,24 @@ class Store:
         usage = self.usage()
         return StoreFullError(
             f"no room for {wanted} bytes: of the budget of {usage.budget_bytes} bytes, {usage.sealed_bytes} hold "
-            f"sealed objects and {usage.reserved_bytes} are being written, and nothing more may be dropped; raise "
-            f"budget_bytes (the file system has {free_bytes(self.paths.root)} bytes left) or keep fewer checkpoints"
+            f"sealed objects{self._of_jobs()} and {usage.reserved_bytes} are being written, and nothing more may be "
+            f"dropped; raise budget_bytes (the file system has {free_bytes(self.paths.root)} bytes left) or keep fewer "
+            "checkpoints"
         )
+
+    def _of_jobs(self) -> str:
+        """What each job holds, the largest first, also jobs that are over; empty for one alone."""
+        held: dict[str, int] = {}
+        with self._lock:
+            for version in self._index.versions(None):
+                job = version.container.job
+                held[job] = held.get(job, 0) + self._index.bytes_of(version)
+        if len(held) < 2:
+            return ""
+        largest = sorted(held, key=lambda job: (-held[job], job))
+        named = ", ".join(f"{held[job]} of job {job}" for job in largest[:_JOBS_NAMED])
+        others = f", and {len(largest) - _JOBS_NAMED} other jobs" if len(largest) > _JOBS_NAMED else ""
+        return f" ({named}{others}; each job keeps its last checkpoints until they are removed)"
 
     def _take(self, client_id: str, capacity: int) -> tuple[Reservation | None, int]:
         """A free segment; else what the budget lacks (bytes), or 0 when `capacity` is now counted as in flight."""

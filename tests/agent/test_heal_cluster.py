@@ -154,3 +154,6 @@ def test_what_no_node_can_take_is_told_and_older_steps_stay(shm_root: Path) -> N
         assert holders(made, manifest, [0, 2])["shard-1"] == {"n0", "n2"}
         assert made.nodes[0].agent is not None
         made.nodes[0].agent.wait_log("a container is short of copies")
+        lose(made.nodes[2])
+        wait_until(lambda: made.nodes[0].status().healing.scarce_objects == 2, "too few nodes are left", HEALED_S)
+        assert not made.nodes[0].status().healing.short

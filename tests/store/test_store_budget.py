@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from store_support import MIB, Trainer, check_accounts, version
 
 from replicator.errors import ConfigError, StoreError, StoreFullError
+from replicator.ids import CheckpointContainerId, ContainerVersion, make_generation
 from replicator.native import crc32c
 from replicator.store import JobState, Store
 from replicator.store.ballast import BALLAST_BYTES
@@ -32,6 +34,21 @@ def test_budget(store: Store, trainer: Trainer) -> None:
     store.on_pressure = drop
     assert store.reserve(trainer.client_id, 60 * MIB).capacity == 60 * MIB
     assert store.usage().used_bytes <= 64 * MIB
+
+
+def test_a_full_store_names_the_jobs_that_fill_it(store: Store, trainer: Trainer) -> None:
+    """F24: each job keeps its last checkpoints, also one that is over."""
+    trainer.save(store, version(1).object("a"), b"1" * (10 * MIB))
+    for job, size in (("over", 20 * MIB), *((f"old{i}", MIB) for i in range(4))):
+        other = ContainerVersion(CheckpointContainerId(job, 1), make_generation(1, 1))
+        trainer.save(store, other.object("a"), b"2" * size)
+    with pytest.raises(StoreFullError) as raised:
+        store.reserve(trainer.client_id, 40 * MIB)
+    mine = version(1).container.job
+    assert re.search(
+        rf"\(\d+ of job over, \d+ of job {mine}, \d+ of job old0, \d+ of job old1, and 2 other jobs; each job keeps",
+        str(raised.value),
+    )
 
 
 def test_budget_default_is_below_what_is_free(shm_root: Path) -> None:

@@ -114,6 +114,11 @@ def _membership(view: View) -> str:
 def _draw_healing(page: Page, view: View) -> None:
     if view["objects_moving"]:
         page.line(f"Copies being made again: {view['objects_moving']} objects, {size(view['bytes_moving'])}.")
+    if view["scarce_objects"]:
+        page.line(
+            f"Fewer copies than wanted, because too few nodes are there for more: {view['scarce_objects']} objects, "
+            f"{size(view['scarce_bytes'])}."
+        )
     if view["short"]:
         page.table(
             ("SHORT OF COPIES", "OBJECTS>", "SIZE>", "NO NODE FOR>", "LOST>"),
