@@ -24,7 +24,7 @@ def mount_own(root: str | Path, size: int) -> str:
     """Mount a tmpfs of `size` bytes at `root`, unless one is mounted there already. It stays when the agent ends.
 
     Returns:
-        Empty, or why the store is not on one with huge pages, and what to do.
+        Empty, or why the store is not on one of that size with huge pages, and what to do.
 
     Raises:
         StoreRootError: the directory cannot be made or looked at, or somebody else keeps it locked.
@@ -62,7 +62,7 @@ def _alone_at(path: Path) -> Iterator[None]:
 
 def _mount_once(path: Path, size: int) -> str:
     if path.is_mount():
-        return ""
+        return _why_other_size(path, size)
     if any(path.iterdir()):
         return (
             f"mount_size: {path} is not empty, and mounting there would hide what is in it; the store stays on the "
@@ -77,6 +77,17 @@ def _mount_once(path: Path, size: int) -> str:
         f"mount_size: cannot mount a tmpfs at {path} ({os.strerror(number)}); the store uses the file system that the "
         "directory is on. Start the agent with CAP_SYS_ADMIN, or have the system mount it: "
         f"mount -t tmpfs -o size={size},{OPTIONS} tmpfs {path}"
+    )
+
+
+def _why_other_size(path: Path, size: int) -> str:
+    """Empty when what is mounted has the size that is wanted, as the kernel rounds it."""
+    found = os.statvfs(path)
+    if found.f_blocks == -(-size // found.f_frsize):
+        return ""
+    return (
+        f"mount_size is {size}, and what is mounted at {path} has {found.f_blocks * found.f_frsize} bytes; it is left "
+        f"as it is. Where it is a tmpfs, give it that size before the agent starts: mount -o remount,size={size} {path}"
     )
 
 

@@ -96,7 +96,11 @@ def test_without_huge_pages_in_the_kernel_it_is_mounted_all_the_same(
 
 def test_only_large_segments_take_whole_huge_pages(mountable: Path) -> None:
     assert mount_own(mountable, 64 * MIB) == ""
-    assert mount_own(mountable, 32 * MIB) == "", "mounted already"
+    assert mount_own(mountable, 64 * MIB) == "", "mounted already"
+    assert mount_own(mountable, 64 * MIB - 1) == "", "which the kernel rounds up"
+    told = mount_own(mountable, 32 * MIB)
+    assert f"mount_size is {32 * MIB}, and what is mounted at {mountable} has {64 * MIB} bytes" in told
+    assert f"mount -o remount,size={32 * MIB} {mountable}" in told
     assert filesystem_of(mountable) == ("tmpfs", "within_size")
     paths = open_root(mountable, create=True)
     assert round_up(paths, 1) == 4096
