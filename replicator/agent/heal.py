@@ -331,7 +331,13 @@ class Healer:
                     extra=fields(version, **_numbers(short)),
                 )
         for version in before.keys() - now.keys():
-            if self._store.manifest(version) is not None:
+            if self._store.manifest(version) is None:
+                continue
+            if version in plan.scarce:
+                log.warning(
+                    "a container has a copy on every node that is there, fewer than wanted", extra=fields(version)
+                )
+            else:
                 reach("heal.settled")
                 self._counters.add("containers_healed")
                 log.info("a container has all its copies again", extra=fields(version))

@@ -96,7 +96,7 @@ class HealingPlan:
     """What is to be done, what is short of copies, and what can be called protected; newest container first.
 
     `scarce_objects`, `scarce_bytes`: of all containers, what has a copy on every node that stays and still fewer than
-    `replicas` + 1, because so few stay. Nothing can be done for it, and it is not short.
+    `replicas` + 1, because so few stay. Nothing can be done for it, and it is not short. `scarce`: the containers.
     """
 
     moves: tuple[Move, ...] = ()
@@ -104,6 +104,7 @@ class HealingPlan:
     whole: tuple[Whole, ...] = ()
     scarce_objects: int = 0
     scarce_bytes: int = 0
+    scarce: frozenset[ContainerVersion] = frozenset()
 
 
 def standing_buddies(
@@ -174,7 +175,14 @@ def plan_healing(
     plan = _Plan(manifests, inventories, standing, owners, place)
     for version in sorted(manifests, key=lambda version: (recency(version), version.container.job), reverse=True):
         plan.add(version)
-    return HealingPlan(tuple(plan.moves), tuple(plan.short), tuple(plan.whole), plan.scarce_objects, plan.scarce_bytes)
+    return HealingPlan(
+        tuple(plan.moves),
+        tuple(plan.short),
+        tuple(plan.whole),
+        plan.scarce_objects,
+        plan.scarce_bytes,
+        frozenset(plan.scarce),
+    )
 
 
 @dataclass(slots=True)
@@ -202,6 +210,7 @@ class _Plan:
         self.short: list[Short] = []
         self.whole: list[Whole] = []
         self.scarce_objects = self.scarce_bytes = 0
+        self.scarce: set[ContainerVersion] = set()
         self._manifests = manifests
         self._standing = standing
         self._owners = owners
@@ -271,6 +280,7 @@ class _Plan:
                 if len(have) < enough:
                     self.scarce_objects += 1
                     self.scarce_bytes += entry.size
+                    self.scarce.add(version)
                 continue
             if not is_protected and owner in readable and self._is_with_its_owner(by_right):
                 continue
