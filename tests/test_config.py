@@ -342,7 +342,10 @@ def test_wrong_sizes(text: str) -> None:
         parse_size(text)
 
 
-@given(st.sampled_from(["h", "10.0.0.1", "a-b.example.org", "fd00::1", "::1"]), st.integers(1, 65535))
+@given(
+    st.sampled_from(["h", "10.0.0.1", "a-b.example.org", "example.org.", "h" * 63, "fd00::1", "::1"]),
+    st.integers(1, 65535),
+)
 def test_address_round_trip(host: str, port: int) -> None:
     text = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     assert split_address(text) == (host, port)
@@ -361,11 +364,38 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ":1", "h", "h:", "h:0", "h:65536", "h:-1", "h:²", "h:\uff11", "h :1", "h\0:1", "fd00::1:80", "[h:1", "[]:1"],
+    [
+        *(
+            "",
+            ":1",
+            "h",
+            "h:",
+            "h:0",
+            "h:65536",
+            "h:-1",
+            "h:²",
+            "h:\uff11",
+            "h :1",
+            "h\0:1",
+            "fd00::1:80",
+            "[h:1",
+            "[]:1",
+        ),
+        *(".:1", "a..b:1", ".a:1", "a..:1", "h" * 64 + ":1"),
+    ],
 )
 def test_wrong_addresses(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected an address like 10\.0\.0\.1:7070"):
         split_address(text)
+
+
+@pytest.mark.parametrize("host", ["a..b", "h" * 64])
+def test_a_name_that_no_resolver_takes_is_refused_at_the_start(host: str) -> None:
+    """An agent that took it would end as soon as it looked it up."""
+    with pytest.raises(ConfigError, match="peers"):
+        AgentConfig(root="/dev/shm/r", node_id="n", peers=(f"{host}:7070",))
+    with pytest.raises(ConfigError, match="advertise"):
+        AgentConfig(root="/dev/shm/r", node_id="n", advertise=host)
 
 
 def test_defaults_are_valid_and_safe() -> None:

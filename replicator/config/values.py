@@ -27,7 +27,8 @@ _SIZE_UNITS = {
     "GI": 2**30,
     "TI": 2**40,
 }
-HOST = re.compile(r"[A-Za-z0-9._-]+")
+# What DNS can be asked for: parts of 1 to 63 characters. Looking up anything else is no mere failure of the lookup.
+HOST = re.compile(r"(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 _ADDRESS = re.compile(rf"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>{HOST.pattern})):(?P<port>[0-9]{{1,5}})")
 _SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?P<unit>[KMGT]I?)?B?")
 
