@@ -13,6 +13,11 @@ WARM_STEPS = 4
 """Two checkpoints are kept and a third is being written: from the fourth save on, segments come back."""
 
 
+def budget_for_two(size: int) -> tuple[str, ...]:
+    """Flags of an agent that has room for the two checkpoints that it keeps, of `size` bytes each, and no third one."""
+    return ("--budget-bytes", str(int(2.1 * size)))
+
+
 def start_trainer(role: str, agents: Sequence[Agent], node: int = 0, **arguments: Any) -> Worker:
     """A trainer on one node of the job whose nodes are `agents`; `role` is `module:Class` below `benchmarks`."""
     common = {"root": str(agents[node].root), "members": [agent.record for agent in agents]}
@@ -25,6 +30,7 @@ class Trainer:
     Args:
         nodes: how many agents; the trainer is on the first.
         warm_steps: runs before all others, until what superseded checkpoints leave is enough for the next one.
+        flags: of the agents.
         arguments: of the role.
     """
 
@@ -35,10 +41,11 @@ class Trainer:
         settings: Settings,
         nodes: int = 1,
         warm_steps: int = WARM_STEPS,
+        flags: Sequence[str] = (),
         **arguments: Any,
     ) -> None:
         self.name = name
-        self.agents = start_agents(nodes, settings)
+        self.agents = start_agents(nodes, settings, flags)
         try:
             self.worker = start_trainer(role, self.agents, **arguments)
         except BaseException:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.harness import Contender, Settings, closing_all, measure, rate_result
 from benchmarks.limits import copy
-from benchmarks.product import Fresh, Trainer
+from benchmarks.product import Fresh, Trainer, budget_for_two
 from benchmarks.results import Result, ratio_at_least
 from benchmarks.single import Sibling, Single
 
@@ -51,6 +51,12 @@ def measure_save(settings: Settings) -> list[Result]:
             ),
             *(rate_result("save_vs_torch_save", "whole dcp.save against torch.save", size, own, one) for one in plain),
         ]
+        with closing_all() as contenders:
+            flags = budget_for_two(size)
+            contenders.append(Trainer("our save, budget for two", ROLE, settings, flags=flags, size=size, replicas=0))
+            memcpy, own = measure([memcpy_once, *contenders], settings).values()
+        what = "save, steady state, budget for two checkpoints"
+        rows.append(rate_result("save_tight", what, size, own.span("sealed"), memcpy))
         if settings.quick:
             return rows
         with closing_all() as contenders:
