@@ -241,7 +241,9 @@ class _Pool:
 def settle(
     block: Sequence[str], holders: Callable[[Sequence[str]], Sequence[Sequence[str]]], domains: Domains
 ) -> tuple[str, ...]:
-    """The nodes of a small block in an order in which owners and holders share as few domains as exchanges can reach.
+    """The nodes of a small block in an order in which the copies of each share as few domains as exchanges can reach.
+
+    An owner with its holders counts, and those among each other: two copies in one rack are as one, whoever has them.
 
     Args:
         holders: of the node at each place, for an order.
@@ -251,7 +253,9 @@ def settle(
     def cost(order: Sequence[str]) -> Clash:
         total: Clash = (0,) * len(domains.levels)
         for owner, chosen in zip(order, holders(order), strict=True):
-            total = _sum(total, domains.clash(owner, chosen))
+            copies = (owner, *chosen)
+            for place, node in enumerate(chosen, 1):
+                total = _sum(total, domains.clash(node, copies[:place]))
         return total
 
     least = cost(best)

@@ -231,3 +231,18 @@ def test_levels_that_contradict_each_other() -> None:
         strategy("group").arrange(members, 1)
     missing: Members = {"a": (("zone", "1"), ("rack", "2")), "b": (("rack", "2"),)}
     assert strategy("group").arrange(missing, 1).buddies_of("a") == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("members", "replicas", "crowded"),
+    [(zones(2, 2, 1), 2, 2), (zones(2, 2, 2, 1), 3, 3), (zones(1, 1, 1, 1, 1), 3, 0), (zones(2, 1, 1), 2, 2)],
+)
+def test_in_a_larger_group_the_copies_of_a_node_are_apart_from_each_other_too(
+    members: Members, replicas: int, crowded: int
+) -> None:
+    """Two holders in one zone are as one. `crowded`: owners of whom two copies must share one, by trying all orders."""
+    placement = strategy("group").arrange(members, replicas)
+    domains = Domains(members)
+    copies = [(owner, *holders) for owner, holders in placement.buddies.items()]
+    together = [nodes for nodes in copies if len({domains.paths[node] for node in nodes}) < len(nodes)]
+    assert len(together) == crowded
