@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,7 @@ logger = logging.getLogger("replicator.client")
 
 # What allocating a segment may take at worst, when every page of it is cleared first.
 _ALLOCATION_BYTES_PER_S = 500_000_000
+_TELL_AGAIN_S = 10.0
 
 
 class Segments:
@@ -53,6 +55,7 @@ class Segments:
         self._mappings = MappingCache(agent.paths)
         self._lock = threading.Lock()
         self._lone: set[str] = set()  # segments that no agent knows
+        self._tell_from = 0.0  # monotonic
         fork.register(self)
 
     def fork_parts(self) -> Iterable[object]:
@@ -87,7 +90,7 @@ class Segments:
         try:
             return self.scratch(one.version.container.job, capacity, epoch)
         except AgentUnavailableError as error:
-            logger.warning("%s is written without the agent: %s", one, error)
+            self._tell("%s is written without the agent: %s", one, error)
         # The agent that comes next finds the file, and must not take it for one that nobody knows.
         name = SegmentName.new(self.agent.client_id).text
         self.agent.hold(name)
@@ -135,7 +138,7 @@ class Segments:
                 return
             except (AgentUnavailableError, SegmentError) as error:
                 # SegmentError: an agent that was restarted meanwhile may not know the segment.
-                logger.warning("%s is sealed without the agent: %s", info.object, error)
+                self._tell("%s is sealed without the agent: %s", info.object, error)
         publish(self.agent.paths, name, info)
         self._not_lone(name)
         self.agent.sealed(name)
@@ -196,6 +199,15 @@ class Segments:
             return sink.info
         except StoreError as error:
             return error
+
+    def _tell(self, message: str, one: ObjectVersion, error: ReplicatorError) -> None:
+        """As a warning once in a while: a save may have thousands of objects."""
+        now = time.monotonic()
+        with self._lock:
+            is_due = now >= self._tell_from
+            if is_due:
+                self._tell_from = now + _TELL_AGAIN_S
+        logger.log(logging.WARNING if is_due else logging.DEBUG, message, one, error)
 
     def _is_lone(self, name: str) -> bool:
         with self._lock:

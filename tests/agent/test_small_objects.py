@@ -246,8 +246,10 @@ def test_of_many_those_that_cannot_be_sealed_leave_the_others_alone(three: Clust
     assert three.nodes[0].held(version.object("late")) is None
 
 
-def test_many_are_sealed_without_an_agent_and_found_by_the_next(own_three: Cluster) -> None:
-    """F13's kind: one by one then, as all others are."""
+def test_many_are_sealed_without_an_agent_and_found_by_the_next(
+    own_three: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F13's kind: one by one then, as all others are; the log has no line for each."""
     node = own_three.nodes[0]
     with session(own_three, 0) as trainer:
         version = trainer.begin(CheckpointContainerId(trainer.job, 1))
@@ -255,6 +257,7 @@ def test_many_are_sealed_without_an_agent_and_found_by_the_next(own_three: Clust
         node.kill()
         infos = dict(zip([one for one, _ in objects], trainer.create_many(objects), strict=True))
         check(node, infos, [content for _, content in objects])
+        assert len([line for line in caplog.messages if "written without the agent" in line]) == 1
         node.start()
         wait_until(lambda: node.status().sealed_objects == len(objects), "the next agent to have them")
 
