@@ -254,7 +254,7 @@ async def test_the_next_agent_goes_on_where_it_was(store: Store) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "null", "[]", '{"place": 1}', '{"began_unix_ms": -1}', "\udcff"])
-def test_a_damaged_place_begins_anew(store: Store, content: str) -> None:
+async def test_a_damaged_place_begins_anew(store: Store, content: str) -> None:
     store.paths.scrub.write_bytes(content.encode(errors="surrogateescape"))
     assert _scrubber(store, Counters(), [False])[0].progress == Progress()
 
