@@ -1,6 +1,6 @@
 """Accelerate: `save_state` and `load_state` of an Accelerator, into memory and back.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.accelerate
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.accelerate
 """
 
 from __future__ import annotations

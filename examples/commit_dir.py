@@ -1,6 +1,6 @@
 """Files of one's own, written with torch.save or by any other program: `commit_dir` makes a checkpoint of a directory.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.commit_dir
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.commit_dir
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Cosmos-style trainer: `load` before the first step, `save` in the background, `finalize` at the end.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.cosmos
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.cosmos
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint with nothing but a URL: `replicator://my-job/step-5` through fsspec.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.fsspec_url
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.fsspec_url
 """
 
 from __future__ import annotations

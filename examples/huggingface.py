@@ -1,6 +1,6 @@
 """Hugging Face Trainer: a callback commits what the Trainer saves, and a restart resumes from it.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.huggingface
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.huggingface
 """
 
 from __future__ import annotations

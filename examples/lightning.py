@@ -1,10 +1,11 @@
 """PyTorch Lightning: a CheckpointIO plugin, under AsyncCheckpointIO so that training goes on meanwhile.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.lightning
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.lightning
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -49,11 +50,12 @@ def main() -> None:
     model = Model()
     data = DataLoader(TensorDataset(torch.randn(512, 256)), batch_size=32)
     memory = ReplicatorCheckpointIO(session)
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy="ddp",
-        devices=1,
-        num_nodes=dist.get_world_size(),
+        devices=ranks_here,
+        num_nodes=dist.get_world_size() // ranks_here,
         max_steps=options.steps,
         plugins=[AsyncCheckpointIO(memory)],
         callbacks=[ModelCheckpoint(tempfile.mkdtemp(), every_n_train_steps=options.save_every)],

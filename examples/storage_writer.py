@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint with Replicator's storage writer and reader, in a training loop of one's own.
 
-torchrun --nproc-per-node 2 --rdzv-id my-job -m examples.storage_writer
+REPLICATOR_JOB=my-job torchrun --nproc-per-node 2 -m examples.storage_writer
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def find_job(given: str | None = None, environ: Mapping[str, str] | None = None)
         if name == "TORCHELASTIC_RUN_ID" and _is_random(value):
             note = (
                 f"job {value} is a random run id of torchrun: it lasts over elastic restarts, and a new launch will "
-                "not find its checkpoints. Set REPLICATOR_JOB, or torchrun --rdzv-id, to a lasting name"
+                "not find its checkpoints. Set REPLICATOR_JOB to a lasting name; or torchrun --rdzv-id, which on a "
+                "single node counts only together with --rdzv-endpoint"
             )
         return JobName(_checked(value, name), name, note)
     return JobName(

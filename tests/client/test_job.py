@@ -36,10 +36,11 @@ def test_default_has_a_note() -> None:
 
 
 def test_random_run_id_has_a_note() -> None:
-    """F11: `torchrun --standalone` makes up an id, which a new launch would not find again."""
+    """F11: torchrun makes up an id, on a single node whatever it was given, which a new launch would not find again."""
     found = find_job(None, {"TORCHELASTIC_RUN_ID": "d0bd7a3e-6f0c-4d1c-9a0e-0c8f3d6a9f11"})
     assert found.job == "d0bd7a3e-6f0c-4d1c-9a0e-0c8f3d6a9f11"
-    assert "--rdzv-id" in found.note
+    assert "Set REPLICATOR_JOB" in found.note
+    assert "only together with --rdzv-endpoint" in found.note
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", "..", "a b", "x" * 129])

@@ -57,11 +57,12 @@ def test_the_loop_and_the_commands(environ: dict[str, str], tmp_path: Path) -> N
     (loop,) = blocks("python")
     script = tmp_path / "train.py"
     script.write_text(BEFORE + loop + AFTER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "my-job"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    assert "`REPLICATOR_JOB=my-job torchrun ...`" in README.read_text()
+    named = environ | {"REPLICATOR_JOB": "my-job"}
 
     def train() -> str:
-        command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script)]
-        ran = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        ran = subprocess.run(torchrun, env=named, cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
