@@ -3,6 +3,7 @@
 from replicator.store.pool import Reservation
 from replicator.store.rebuild import RebuildReport
 from replicator.store.records import JobState
-from replicator.store.store import Store, StoreUsage
+from replicator.store.room import StoreUsage
+from replicator.store.store import Store
 
 __all__ = ["JobState", "RebuildReport", "Reservation", "Store", "StoreUsage"]
