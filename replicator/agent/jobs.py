@@ -435,7 +435,10 @@ class Jobs:
 
     def _put(self, state: JobState) -> None:
         if state.job not in self._states and len(self._states) >= MAX_JOBS:
-            raise StoreError(f"expected at most {MAX_JOBS} jobs on one node, found one more: {state.job}")
+            raise StoreError(
+                f"expected at most {MAX_JOBS} jobs on one node, found one more: {state.job}; remove one that is over: "
+                "stop the agent, delete jobs/JOB.json, objects/JOB and manifests/JOB in its root, and start it again"
+            )
         self._store.put_job_state(state)
         self._states[state.job] = state
         self.revision += 1

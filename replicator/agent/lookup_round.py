@@ -153,7 +153,8 @@ class Round:
         names = [self._job] if self._job else self._jobs.names()
         for job in names:
             yield from self._jobs.everyone(job)
-        if not self._job:
+        # Of a job that never ran here, or whose members were lost with its record, any node may hold something (F13).
+        if not self._job or not self._jobs.members(self._job):
             yield from (node for node in self._peers.known() if isinstance(node, NodeAddress))
 
     def _waited_for(self, is_dead: Callable[[str], bool]) -> list[tuple[str, str]]:

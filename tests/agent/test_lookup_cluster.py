@@ -70,6 +70,19 @@ def test_a_node_that_is_no_member_any_more_is_searched(three: Cluster) -> None:
         assert [list(source.node_ids) for source in plan.sources] == [["n0"], ["n1"]]
 
 
+def test_a_job_that_never_ran_on_a_node_is_found_through_it_too(three: Cluster) -> None:
+    """F13, F21: any agent that knows those who hold it can be asked, also one that lost what it knew of the job."""
+    first, second, _ = three.ranks
+    first.job = second.job = f"elsewhere-{first.job}"
+    three.join(first.open_job([first.node, second.node]), ranks=[first, second])
+    manifest = _protect(three, 1, ranks=[first, second])
+    with grpc.insecure_channel(three.nodes[2].address.grpc_address) as channel:
+        request = admin_pb2.RecoverRequest(job=first.job, deadline_ms=3000)
+        plan = call(channel, "AdminService/Recover", request, types_pb2.Plan)
+    assert version_from_pb(plan.container) == manifest.version
+    assert [list(source.node_ids) for source in plan.sources] == [["n0", "n1"], ["n1", "n0"]]
+
+
 def test_nothing_saved_is_said_in_words(three: Cluster) -> None:
     plan = three.ranks[0].lookup()
     assert not plan.found
