@@ -92,6 +92,7 @@ def _job_target() -> Target:
     states = [
         JobState("job", 3, (node,), 1),
         JobState("job", 2**44 - 1, (node, node), 2, members_epoch=3, remembered=(node,), attempt=2**20 - 1),
+        JobState("job", 3, (node,), 1, retrieved=_VERSION, retrieved_epoch=3),
     ]
     corpus = []
     for state in states:

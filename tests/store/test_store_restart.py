@@ -39,7 +39,8 @@ def test_damaged_files_are_put_away_and_the_rest_is_found(store: Store, trainer:
 
 def test_manifests_marks_and_jobs_survive(store: Store) -> None:
     members = (NodeAddress(NodeIdentity("n1", 2**64 - 1), "127.0.0.1:1", (("zone", "a"), ("rack", "r7"))),)
-    state = JobState("job", 7, members, 1, placement=AgreedPlacement("group", (("n1",),)))
+    placement = AgreedPlacement("group", (("n1",),))
+    state = JobState("job", 7, members, 1, placement=placement, retrieved=version(3), retrieved_epoch=6)
     store.put_manifest(version(), b"manifest", crc32c(b"manifest"))
     store.put_job_state(state)
     with pytest.raises(StoreError, match="never changed"):
