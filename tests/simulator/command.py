@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -20,10 +21,14 @@ def one(seed: int, break_what: str, *, quiet: bool = False) -> int:
 def many(first: int, count: int, break_what: str, processes: int, *, keep_going: bool = False) -> int:
     """Many seeds; the first one that fails ends it. Returns the exit status."""
     began = time.monotonic()
-    work = [(seed, break_what) for seed in range(first, first + count)]
     results: list[Result] = []
     failed: list[Result] = []
-    with multiprocessing.get_context("spawn").Pool(min(processes, count)) as pool:
+    with (
+        # Of what is ended in the middle, too, nothing stays.
+        tempfile.TemporaryDirectory(prefix="replicator-sim-", dir="/dev/shm") as within,
+        multiprocessing.get_context("spawn").Pool(min(processes, count)) as pool,
+    ):
+        work = [(seed, break_what, within) for seed in range(first, first + count)]
         for result in pool.imap_unordered(_run, work, chunksize=1):
             results.append(result)
             if result.problem:
@@ -33,12 +38,14 @@ def many(first: int, count: int, break_what: str, processes: int, *, keep_going:
                     print("its last events:\n" + "\n".join(result.trace))
                     break
         pool.terminate()
+        pool.join()
     print(_summary(results, time.monotonic() - began))
     return 1 if failed else 0
 
 
-def _run(work: tuple[int, str]) -> Result:
-    return run_seed(*work)
+def _run(work: tuple[int, str, str]) -> Result:
+    seed, break_what, within = work
+    return run_seed(seed, break_what, within=within)
 
 
 def _outcome(result: Result, break_what: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,19 @@ def test_what_is_broken_on_purpose_is_noticed(name: str) -> None:
 
 
 def test_a_failure_names_its_seed_and_how_to_see_it_again() -> None:
+    before = _directories()
     done = simulate("--seeds", "3", "--break", "drop-newest")
+    made = _directories() - before
     assert done.returncode == 1
     assert "FAILED: node n" in done.stdout
     assert "make simulate SEED=" in done.stdout
     assert "BREAK=drop-newest" in done.stdout
+    # Those of other tests, which run meanwhile, go when they end; the runs that the failure ended are ended.
+    end = time.monotonic() + 60
+    while left := made & _directories():
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+def _directories() -> set[Path]:
+    return set(Path("/dev/shm").glob("replicator-sim-*"))

@@ -283,6 +283,7 @@ def run_seed(
     tell: Callable[[str], None] | None = None,
     story: Story = World.main,
     shape: Shape | None = None,
+    within: str = "/dev/shm",
 ) -> Result:
     """One run, and what came of it.
 
@@ -290,6 +291,7 @@ def run_seed(
         tell: gets every line of the trace.
         story: what happens; default: what the seed says.
         shape: of the cluster; default: what the seed says.
+        within: the directory for those of the nodes.
     """
     global _frozen
     if not _frozen:
@@ -297,7 +299,7 @@ def run_seed(
         gc.collect()
         gc.freeze()
         _frozen = True
-    root = Path(tempfile.mkdtemp(prefix="replicator-sim-", dir="/dev/shm"))
+    root = Path(tempfile.mkdtemp(prefix="replicator-sim-", dir=within))
     descriptors = _descriptors()
     world = World(seed, root, tell, shape)
     result = Result(seed, faults=world.faults, checked=world.oracle.checked)
