@@ -88,6 +88,8 @@ class Moves:
         self._under_way: set[tuple[ContainerVersion, str, str]] = set()
         self._closed: dict[str, float] = {}
         self._refused: dict[tuple[ContainerVersion, str], float] = {}
+        # Until when, and the epoch in which they were offered.
+        self._superseded: dict[tuple[ContainerVersion, str], tuple[float, int]] = {}
         self._told: dict[tuple[ContainerVersion, NodeIdentity], None] = {}
         self._made = False
         self._ended = False
@@ -117,7 +119,12 @@ class Moves:
         """Copies of these containers were refused by these nodes just now."""
         now = self._now()
         self._refused = {key: until for key, until in self._refused.items() if until > now}
-        return frozenset(self._refused)
+        self._superseded = {
+            key: (until, epoch)
+            for key, (until, epoch) in self._superseded.items()
+            if until > now and self._jobs.epoch(key[0].container.job) == epoch
+        }
+        return frozenset((*self._refused, *self._superseded))
 
     def replace(self, job: str, moves: Sequence[Move]) -> None:
         """What is to be done for the job from now on. What is under way goes on; what waited is forgotten."""
@@ -127,8 +134,9 @@ class Moves:
     def forget_node(self, node_id: str) -> None:
         """It is another process, or takes copies again."""
         self._closed.pop(node_id, None)
-        for key in [key for key in self._refused if key[1] == node_id]:
-            del self._refused[key]
+        for refused in (self._refused, self._superseded):
+            for key in [key for key in refused if key[1] == node_id]:
+                del refused[key]
 
     async def close(self) -> None:
         """Give up everything."""
@@ -214,7 +222,7 @@ class Moves:
                     seconds=round(self._now() - began, 3),
                 ),
             )
-        self._note_failures(piece, failed)
+        self._note_failures(piece, failed, epoch)
 
     async def _tell_of(self, piece: _Piece, epoch: int) -> None:
         """The new holder gets the manifest, and hears that the container is protected when it is. Raises."""
@@ -252,12 +260,16 @@ class Moves:
             while len(self._told) > MAX_REMEMBERED:
                 self._told.pop(next(iter(self._told)))
 
-    def _note_failures(self, piece: _Piece, failed: dict[ObjectVersion, ReplicatorError]) -> None:
+    def _note_failures(self, piece: _Piece, failed: dict[ObjectVersion, ReplicatorError], epoch: int) -> None:
         if not failed:
             return
         until = self._now() + PAUSE_DEADLINES * self._deadline_s
         for error in failed.values():
-            if isinstance(error, StaleEpochError | ObjectNotFoundError | NodeDrainingError):
+            if isinstance(error, StaleEpochError):
+                # The job goes on in an epoch that this node has not heard of, maybe without it.
+                self._superseded[piece.version, piece.new_holder] = until, epoch
+                continue
+            if isinstance(error, ObjectNotFoundError | NodeDrainingError):
                 continue  # What is to be done is another matter now; who drains is known to do so.
             if isinstance(error, ReplicationError | ObjectExistsError | CommitError):
                 self._refused[piece.version, piece.new_holder] = until

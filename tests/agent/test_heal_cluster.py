@@ -13,6 +13,8 @@ from agent_harness import wait_until
 from cluster import Cluster, cluster, sources_of
 from healing import DEADLINE_S, HEALED_S, buddy_of, healed, holders, lose, protect, wait_healed
 
+from replicator.wire import version_from_pb
+
 
 @pytest.fixture(scope="module")
 def shared_four() -> Iterator[Cluster]:
@@ -158,3 +160,25 @@ def test_what_no_node_can_take_is_told_and_older_steps_stay(shm_root: Path) -> N
         wait_until(lambda: made.nodes[0].status().healing.scarce_objects == 3, "too few nodes are left", HEALED_S)
         assert not made.nodes[0].status().healing.short
         made.nodes[0].agent.wait_log("a container has a copy on every node that is there, fewer than wanted")
+
+
+def test_a_node_that_the_job_went_on_without_says_that_nobody_takes_its_copies(four: Cluster) -> None:
+    """F11: they are refused by those that are in a newer epoch, which are not asked again and again for it."""
+    manifest = protect(four, 1)
+    buddy = int(buddy_of(four, 0)[1:])
+    others = [rank for index, rank in enumerate(four.ranks) if index not in (0, buddy)]
+    agent = four.nodes[0].agent
+    assert agent is not None
+    agent.signal(signal.SIGSTOP)
+    lose(four.nodes[buddy])
+    four.join(others[0].open_job([rank.node for rank in others]), ranks=others)
+    agent.signal(signal.SIGCONT)
+
+    def is_told() -> bool:
+        return any(
+            version_from_pb(short.container) == manifest.version and short.unplaced == short.objects == 2
+            for short in four.nodes[0].status().healing.short
+        )
+
+    wait_until(is_told, "n0 says so", HEALED_S)
+    assert holders(four, manifest, [0])["shard-0"] == {"n0"}
