@@ -163,9 +163,10 @@ class OfferQueue:
             return last
         shown = item.failures[:_SHOWN_ATTEMPTS] or [f"{last.kind}: {last}"]
         attempts = f"{item.attempts} attempt{'' if item.attempts == 1 else 's'}"
+        wrong = "; ".join(shown).rstrip(".")
         return ReplicationError(
             f"{item.object} was not copied to buddy {self.buddy}: {attempts} in {now - item.asked_at:.1f} s, the "
-            f"deadline without progress is {item.deadline_s:.1f} s; what went wrong: {'; '.join(shown)}. The object is "
+            f"deadline without progress is {item.deadline_s:.1f} s; what went wrong: {wrong}. The object is "
             "intact on this node; it is offered again when its container is committed, or when asked again"
         )
 
