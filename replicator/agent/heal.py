@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence, Set
 
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
@@ -217,7 +217,7 @@ class Healer:
         log.debug("copies looked at", extra={"seconds": round(loop.time() - began, 3), "unsettled": unsettled})
         self.on_round()
 
-    async def _look_at(self, job: str, everything: bool, returned: Collection[str]) -> bool:
+    async def _look_at(self, job: str, everything: bool, returned: Set[str]) -> bool:
         """Look at one job, and start what is to be done here. Whether it has to be looked at again soon."""
         if not self._jobs.is_member(job):
             return False
@@ -250,7 +250,8 @@ class Healer:
             if whole.responsible == self._address.node_id and self._is_gone(job, whole.owner_node_id):
                 self._committer.report_for(whole.version, whole.owner_node_id)
         self.moves.replace(job, mine)
-        return bool(plan.short)
+        # Who came back is believed to have everything only until it has said what it has.
+        return bool(plan.short) or not returned.isdisjoint(who.node_id for who in silent)
 
     def _in_question(self, job: str, everything: bool, returned: Collection[str]) -> set[str]:
         """Owners of committed objects held here that may lack copies."""

@@ -15,7 +15,8 @@ from replicator.agent.core import AgentCore, build_core
 from replicator.agent.counters import Counters
 from replicator.agent.jobs import Jobs
 from replicator.config import AgentConfig
-from replicator.decide.types import ContainerInventory, HeldObject, Manifest, ManifestEntry
+from replicator.decide.health import NodeHealth, NodeState
+from replicator.decide.types import ContainerInventory, HeldObject, Manifest, ManifestEntry, NodeInventory, Unanswered
 from replicator.errors import StoreFullError
 from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
 from replicator.native import crc32c
@@ -122,6 +123,31 @@ async def test_copies_are_taken_of_what_a_job_goes_on_from(core: AgentCore, load
     assert core.retention.refusal(found) == ""
     _protect(core, 3)
     assert "is older than" in core.retention.refusal(found)
+
+
+async def test_a_node_that_came_back_and_does_not_say_what_it_has_is_asked_again(
+    core: AgentCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken to have what it had as long as it is silent, and one that came back may have nothing."""
+    other = NodeAddress(NodeIdentity("n2", 1), "127.0.0.1:2")
+    core.jobs.join("job", 2, [ME, other], 1)
+    _protect(core, 1)
+    core.healer._on_change(None, NodeHealth(other, NodeState.ALIVE, "it answers", 0.0))
+    (own,) = (await core.lookup.inventories("job", 1.0, nodes=()))[0]
+    manifests = {version: core.manifests.get(version) for version in core.store.versions("job")}
+    silent = [Unanswered("n2", other.grpc_address, "for this test")]
+    answers = [([own], manifests, silent), ([own, NodeInventory(other, ())], manifests, [])]
+
+    async def inventories(*_: Any, **__: Any) -> Any:
+        return answers.pop(0)
+
+    monkeypatch.setattr(core.lookup, "inventories", inventories)
+    core.healer._look_at_all = False
+    await core.healer._look()
+    assert core.healer.short() == []
+    assert core.healer._pause_s > 0, "it is looked at again soon"
+    await core.healer._look()
+    assert [short.objects for short in core.healer.short()] == [1]
 
 
 async def test_what_was_dropped_and_is_loaded_again_is_as_wanted_as_before(core: AgentCore) -> None:
