@@ -35,7 +35,7 @@ def measure_small(settings: Settings, count: int = OBJECTS) -> list[Result]:
         ),
         count_result(
             "small_objects_written",
-            f"{count} objects of 4 KiB, written and sealed one by one",
+            f"{count} objects of 4 KiB, written and sealed by create_many",
             count,
             size,
             own.span("written"),

@@ -119,10 +119,16 @@ class ObjectsRole(TrainerRole):
         """Commit the step before, and write and seal the next one."""
         self.finish()
         self._version = self.begin()
-        names = [f"object-{number:05d}" for number in range(self._count)]
+        objects = [self._version.object(f"object-{number:05d}") for number in range(self._count)]
         start = time.perf_counter()
-        self._entries = [self.write(self._version.object(name)) for name in names]
+        self._entries = self._write_many(objects) if self._size == len(self._piece) else [*map(self.write, objects)]
         self._written_s = time.perf_counter() - start
+
+    def _write_many(self, objects: Sequence[ObjectVersion]) -> list[ManifestEntry]:
+        """Write and seal objects that are one piece each."""
+        infos = self.session.create_many([(one, self._piece) for one in objects])
+        node_id = self.session.node.node_id
+        return [ManifestEntry(info.object.name, info.size, info.crc32c, node_id) for info in infos]
 
     def write(self, one: ObjectVersion) -> ManifestEntry:
         """Write and seal one object."""
