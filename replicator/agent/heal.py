@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 
 from replicator.agent.commit import Committer
 from replicator.agent.counters import Counters
@@ -30,7 +30,7 @@ from replicator.decide.heal import HealingPlan, Short, Standing, by_right, candi
 from replicator.decide.types import NodeInventory, Unanswered
 from replicator.errors import ReplicatorError
 from replicator.faultpoints import reach
-from replicator.ids import ContainerVersion, NodeAddress
+from replicator.ids import ContainerVersion, NodeAddress, NodeIdentity
 from replicator.store import Store
 
 # In a job of up to so many nodes all are asked; of larger ones those that have something or come next.
@@ -88,6 +88,8 @@ class Healer:
         self._look_at_all = True
         self._returned: set[str] = set()
         self._came_back: set[str] = set()
+        # The process that each node was when it was last known to be alive.
+        self._alive: dict[str, NodeIdentity] = {}
         self._last: dict[str, dict[str, NodeInventory]] = {}
         self._plans: dict[str, HealingPlan] = {}
         self._pause_s = 0.0
@@ -162,11 +164,13 @@ class Healer:
 
     def _on_change(self, old: NodeHealth | None, new: NodeHealth) -> None:
         node_id = new.node.node_id
-        if new.state is NodeState.ALIVE and (old is None or old.state is NodeState.DEAD):
-            # It may have come back without its memory.
-            self._returned.add(node_id)
-            self._came_back.add(node_id)
-            self.moves.forget_node(node_id)
+        if new.state is NodeState.ALIVE:
+            before, self._alive[node_id] = self._alive.get(node_id), new.node.identity
+            if old is None or old.state is NodeState.DEAD or before != new.node.identity:
+                # It may have come back without its memory, also when it was suspect for as long as it started.
+                self._returned.add(node_id)
+                self._came_back.add(node_id)
+                self.moves.forget_node(node_id)
         if new.state is not NodeState.SUSPECT:
             self.wake()
 
@@ -217,7 +221,7 @@ class Healer:
         log.debug("copies looked at", extra={"seconds": round(loop.time() - began, 3), "unsettled": unsettled})
         self.on_round()
 
-    async def _look_at(self, job: str, everything: bool, returned: Set[str]) -> bool:
+    async def _look_at(self, job: str, everything: bool, returned: Collection[str]) -> bool:
         """Look at one job, and start what is to be done here. Whether it has to be looked at again soon."""
         if not self._jobs.is_member(job):
             return False
@@ -250,8 +254,9 @@ class Healer:
             if whole.responsible == self._address.node_id and self._is_gone(job, whole.owner_node_id):
                 self._committer.report_for(whole.version, whole.owner_node_id)
         self.moves.replace(job, mine)
-        # Who came back is believed to have everything only until it has said what it has.
-        return bool(plan.short) or not returned.isdisjoint(who.node_id for who in silent)
+        # Who is silent is believed to have everything only until it has said what it has, or is dead.
+        self._returned |= plan.believed
+        return bool(plan.short or plan.believed)
 
     def _in_question(self, job: str, everything: bool, returned: Collection[str]) -> set[str]:
         """Owners of committed objects held here that may lack copies."""

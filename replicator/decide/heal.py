@@ -97,6 +97,7 @@ class HealingPlan:
 
     `scarce_objects`, `scarce_bytes`: of all containers, what has a copy on every node that stays and still fewer than
     `replicas` + 1, because so few stay. Nothing can be done for it, and it is not short. `scarce`: the containers.
+    `believed`: silent nodes that were taken to have what they should, though they have never said so.
     """
 
     moves: tuple[Move, ...] = ()
@@ -105,6 +106,7 @@ class HealingPlan:
     scarce_objects: int = 0
     scarce_bytes: int = 0
     scarce: frozenset[ContainerVersion] = frozenset()
+    believed: frozenset[str] = frozenset()
 
 
 def standing_buddies(
@@ -182,6 +184,7 @@ def plan_healing(
         plan.scarce_objects,
         plan.scarce_bytes,
         frozenset(plan.scarce),
+        frozenset(plan.believed),
     )
 
 
@@ -211,6 +214,7 @@ class _Plan:
         self.whole: list[Whole] = []
         self.scarce_objects = self.scarce_bytes = 0
         self.scarce: set[ContainerVersion] = set()
+        self.believed: set[str] = set()
         self._manifests = manifests
         self._standing = standing
         self._owners = owners
@@ -270,6 +274,7 @@ class _Plan:
                 for node in by_right
                 if node in standing.silent and node not in self._answers and node not in standing.leaving
             ]
+            self.believed.update(believed)
             have = {*counting, *believed}
             wanted = max(1, min(replicas + 1, len(have | self._staying)))
             missing = wanted - len(have)

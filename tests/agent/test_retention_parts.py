@@ -125,14 +125,16 @@ async def test_copies_are_taken_of_what_a_job_goes_on_from(core: AgentCore, load
     assert "is older than" in core.retention.refusal(found)
 
 
-async def test_a_node_that_came_back_and_does_not_say_what_it_has_is_asked_again(
-    core: AgentCore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("came_back", [True, False], ids=["came back", "found at the start"])
+async def test_a_node_that_does_not_say_what_it_has_is_asked_again(
+    core: AgentCore, monkeypatch: pytest.MonkeyPatch, came_back: bool
 ) -> None:
-    """It is taken to have what it had as long as it is silent, and one that came back may have nothing."""
+    """It is taken to have what it should as long as it is silent, and it may have nothing."""
     other = NodeAddress(NodeIdentity("n2", 1), "127.0.0.1:2")
     core.jobs.join("job", 2, [ME, other], 1)
     _protect(core, 1)
-    core.healer._on_change(None, NodeHealth(other, NodeState.ALIVE, "it answers", 0.0))
+    if came_back:
+        core.healer._on_change(None, NodeHealth(other, NodeState.ALIVE, "it answers", 0.0))
     (own,) = (await core.lookup.inventories("job", 1.0, nodes=()))[0]
     manifests = {version: core.manifests.get(version) for version in core.store.versions("job")}
     silent = [Unanswered("n2", other.grpc_address, "for this test")]
@@ -142,12 +144,38 @@ async def test_a_node_that_came_back_and_does_not_say_what_it_has_is_asked_again
         return answers.pop(0)
 
     monkeypatch.setattr(core.lookup, "inventories", inventories)
-    core.healer._look_at_all = False
+    core.healer._look_at_all = not came_back
     await core.healer._look()
     assert core.healer.short() == []
     assert core.healer._pause_s > 0, "it is looked at again soon"
     await core.healer._look()
     assert [short.objects for short in core.healer.short()] == [1]
+
+
+async def test_a_node_that_was_suspect_while_it_started_came_back_all_the_same(core: AgentCore) -> None:
+    """Its first answer may be that it starts. One that was only slow has what it had."""
+
+    def health(incarnation: int, state: NodeState) -> NodeHealth:
+        return NodeHealth(NodeAddress(NodeIdentity("n2", incarnation), "127.0.0.1:2"), state, "for this test", 0.0)
+
+    alive, suspect = NodeState.ALIVE, NodeState.SUSPECT
+    healer = core.healer
+    changes = [
+        (None, health(1, suspect)),
+        (health(1, suspect), health(1, alive)),
+        (health(1, alive), health(1, suspect)),
+    ]
+    changes += [
+        (health(1, suspect), health(1, alive)),
+        (None, health(2, suspect)),
+        (health(2, suspect), health(2, alive)),
+    ]
+    returned = []
+    for old, new in changes:
+        healer._returned.clear()
+        healer._on_change(old, new)
+        returned.append("n2" in healer._returned)
+    assert returned == [False, True, False, False, False, True]
 
 
 async def test_what_was_dropped_and_is_loaded_again_is_as_wanted_as_before(core: AgentCore) -> None:
