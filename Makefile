@@ -60,7 +60,8 @@ $(VENV)/.torch: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.modules: $(VENV)/.created FORCE
-	@$(MODULES) | cmp -s - $@ || $(MODULES) > $@
+	@$(MODULES) > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 FORCE:
 
