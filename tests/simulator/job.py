@@ -118,7 +118,9 @@ class Incarnation:
             self.job.history.add(
                 Opened(begin, self.world.loop.time(), epoch, known, calm is not None and calm == self.world.calm_mark())
             )
-            self.world.trace("opened", job=self.job.name, epoch=epoch, members=[one.node_id for one in members])
+            names = [one.node_id for one in members]
+            self.world.oracle.opened(self.job.name, names)
+            self.world.trace("opened", job=self.job.name, epoch=epoch, members=names)
         rank.epoch = (await self.meet(rank, "the epoch", epoch))[0]
         join = local_pb2.JoinJobRequest(
             job=self.job.name, epoch=rank.epoch, members=addresses, replicas=self.job.replicas

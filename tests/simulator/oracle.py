@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Container:
-    """One attempt at saving a step, as it really is."""
+    """One attempt at saving a step, as it really is.
+
+    Attributes:
+        later: members of the job's epochs since.
+    """
 
     version: ContainerVersion
     members: tuple[str, ...]
     replicas: int
+    later: list[frozenset[str]] = field(default_factory=list)
     manifest: Manifest | None = None
     damaged: set[str] = field(default_factory=set)
     committed: bool = False
@@ -64,6 +69,13 @@ class Oracle:
         self.containers = {version: one for version, one in self.containers.items() if version.container.job != job}
 
     # -- what happens
+
+    def opened(self, job: str, members: Iterable[str]) -> None:
+        """A job has a new epoch."""
+        names = frozenset(members)
+        for version, container in self.containers.items():
+            if version.container.job == job:
+                container.later.append(names)
 
     def begun(self, version: ContainerVersion, members: Iterable[str], replicas: int) -> None:
         """A coordinator was given a new attempt."""
@@ -140,6 +152,9 @@ class Oracle:
             for node in self.world.nodes:
                 self._check_file(node, one)
             having = {node.name for node in self.world.nodes if self._is_sound_in_index(node.store, one)}
+            # A job that went on with fewer nodes cannot have more copies than nodes.
+            others = [len(members - {entry.owner_node_id}) for members in container.later]
+            container.replicas = min([container.replicas, *others])
             if len(having | container.damaged) < container.replicas + 1:
                 self.world.broken(
                     f"{container.version} is protected, and {entry.name} is on {sorted(having)} only "
