@@ -26,6 +26,22 @@ WaitFor = Literal["seal", "commit", "protected"]
 WAITS = ("seal", "commit", "protected")
 
 
+def check_options(
+    wait_for: WaitFor, limit_s: float | None = None, limit_name: str = "wait_deadline_s", thread_count: int = 1
+) -> None:
+    """What a save waits for, for how long at most (None: as long as is usual), and with how many threads it writes.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if wait_for not in WAITS:
+        raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {wait_for!r}")
+    if limit_s is not None and not limit_s > 0:
+        raise ConfigError(f"{limit_name}: expected more than 0 seconds, or None, found {limit_s!r}")
+    if thread_count < 1:
+        raise ConfigError(f"thread_count: expected 1 or more, found {thread_count}")
+
+
 def entry_of(info: ObjectInfo) -> ManifestEntry:
     """How a manifest lists a sealed object."""
     return ManifestEntry(info.object.name, info.size, info.crc32c, info.owner_node_id)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from replicator.checkpoint.collective_saver import CollectiveSaver
-from replicator.checkpoint.committing import WAITS, SaveInParts, WaitFor, wait_for_commit
+from replicator.checkpoint.committing import SaveInParts, WaitFor, check_options, wait_for_commit
 from replicator.checkpoint.names import METADATA_NAME, CheckpointId, container_of, is_container
 from replicator.client.outstanding import CommitInfo, ReplicaInfo
 from replicator.client.session import Session
@@ -98,10 +98,7 @@ class ReplicatedStorageWriter(StorageWriter, AsyncStager):
         part_of: SaveInParts | None = None,
     ) -> None:
         super().__init__()
-        if wait_for not in WAITS:
-            raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {wait_for!r}")
-        if thread_count < 1:
-            raise ConfigError(f"thread_count: expected 1 or more, found {thread_count}")
+        check_options(wait_for, wait_deadline_s, thread_count=thread_count)
         if backpressure not in (None, "skip", "block"):
             raise ConfigError(f"backpressure: expected skip or block, found {backpressure!r}")
         self._saver = CollectiveSaver(session, prefix, part_of)

@@ -25,7 +25,7 @@ with needed("torch>=2.6"):
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from replicator.checkpoint.committing import WAITS, WaitFor
+from replicator.checkpoint.committing import WaitFor, check_options
 from replicator.client.agreement import is_distributed
 from replicator.client.session import AGREEMENT_DEADLINES, Session, current_session
 from replicator.errors import ConfigError, NotFoundError, ReplicatorError, to_wire
@@ -85,8 +85,7 @@ class DistributedCheckpointer:
         wait_deadline_s: float | None = None,
     ) -> None:
         self._config = checked_config(config_checkpoint, self.CHECKPOINT_KEYS)
-        if wait_for not in WAITS:
-            raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {wait_for!r}")
+        check_options(wait_for, wait_deadline_s, thread_count=thread_count)
         self.callbacks = callbacks
         self.session = session or current_session()
         self._ranks = self.session.ranks_for(PURPOSE)

@@ -28,7 +28,7 @@ with needed("fsspec>=2024.2"):
 with needed("torch>=2.6"):
     from replicator.checkpoint.attempts import Attempt, attempts_of
 
-from replicator.checkpoint.committing import WAITS, WaitFor
+from replicator.checkpoint.committing import WaitFor, check_options
 from replicator.checkpoint.names import METADATA_NAME, container_of
 from replicator.checkpoint.object_file import Draft, ReadObject
 from replicator.client.looking import look, recoverable
@@ -236,8 +236,7 @@ class ReplicatedFileSystem(AbstractFileSystem):
         place = self._place(path)
         if place.name:
             raise _inside_a_step(place)
-        if self.wait_for not in WAITS:
-            raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {self.wait_for!r}")
+        check_options(self.wait_for)
         if place.container is not None:
             attempts_of(self._writing_session(place)).begin(place.container)
 

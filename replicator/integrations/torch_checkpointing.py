@@ -30,7 +30,7 @@ with needed("torch_checkpointing==0.1.0"):
     from torch_checkpointing.storage.base_storage import Storage, StorageConfig
     from torch_checkpointing.types import RankInfo
 
-from replicator.checkpoint.committing import WAITS, WaitFor
+from replicator.checkpoint.committing import WaitFor, check_options
 from replicator.client.session import Session, attach, current_session
 from replicator.client.session_spec import SessionSpec
 from replicator.errors import ConfigError
@@ -72,10 +72,7 @@ class ReplicatorStorageConfig(StorageConfig):
 
     def __post_init__(self) -> None:
         Layout(self.directory, self.temporary_prefix)
-        if self.wait_for not in WAITS:
-            raise ConfigError(f"wait_for: expected one of {', '.join(WAITS)}, found {self.wait_for!r}")
-        if self.wait_s is not None and not self.wait_s > 0:
-            raise ConfigError(f"wait_s: expected more than 0 seconds, or None, found {self.wait_s!r}")
+        check_options(self.wait_for, self.wait_s, "wait_s")
         self.session = self.session or current_session()
         self._spec = self.session.spec
         self._writers = Writers.of_this_job()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +106,15 @@ def test_a_wait_for_copies_has_a_deadline(caplog: pytest.LogCaptureFixture) -> N
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected skip or block, found 'drop'"):
         ReplicatedStorageWriter(backpressure="drop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"wait_for": "copies"}, {"wait_deadline_s": 0}, {"wait_deadline_s": -1.0}, {"thread_count": 0}], ids=str
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    """Where they are given, and not in the middle of the first save; no session is needed for that."""
+    from replicator.integrations.cosmos import CheckpointConfig, DistributedCheckpointer
+
+    for make in (ReplicatedStorageWriter, lambda **given: DistributedCheckpointer(CheckpointConfig(), **given)):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected"):
+            make(**wrong)
