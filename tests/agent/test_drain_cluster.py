@@ -56,6 +56,8 @@ def test_a_drained_node_can_be_lost_and_takes_no_copies_until_it_is_undrained(sh
     first = protect(four, 1, b"x" * (4 * MIB))
     before = holders(four, first, [0, 1, 2, 3])
     assert four.nodes[0].agent is not None
+    # An owner that does not know yet looks for another buddy itself, and n1 has less to do.
+    wait_until(lambda: all(first.version in node.protected() for node in four.nodes), "all know that it is protected")
     events = drain(four, 0, "n1")
     last = events[-1]
     assert (last.node_id, last.done, last.objects_moved, last.objects_left) == ("n1", True, 2, 0), last
