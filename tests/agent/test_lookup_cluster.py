@@ -347,12 +347,13 @@ def test_a_corrupt_copy_everywhere_is_an_error_with_each_reason_and_leaves_nothi
     for node in three.nodes[:2]:
         _flip(node, manifest.version, "shard-0")
     source = _everything(manifest, {"shard-0": ("n0", "n1"), "shard-1": (), "shard-2": ()})[:1]
+    reserved = three.nodes[2].status().reserved_bytes  # by trainers of tests before this one
     event = three.ranks[2].retrieve(manifest.version, source)["shard-0"]
     assert event.error_kind == "CorruptObjectError"
     assert "n0" in event.error_message
     assert "n1" in event.error_message
     assert three.nodes[2].held(manifest.version.object("shard-0")) is None
-    assert three.nodes[2].status().reserved_bytes == 0
+    assert three.nodes[2].status().reserved_bytes <= reserved
 
 
 def test_a_block_table_that_is_not_the_manifests_is_not_trusted(three: Cluster) -> None:

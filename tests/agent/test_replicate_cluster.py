@@ -345,6 +345,8 @@ def test_a_bit_flipped_at_the_source_never_becomes_a_copy(three: Cluster) -> Non
     one = _written(three, os.urandom(MIB) * 9)
     path = three.nodes[0].paths.object(one)
     request = _offer(three, one)
+    # Trainers of tests before this one may have reservations.
+    reserved = three.nodes[1].status().reserved_bytes
     with path.open("r+b") as file:
         file.seek(5 * MIB)
         byte = file.read(1)
@@ -355,7 +357,7 @@ def test_a_bit_flipped_at_the_source_never_becomes_a_copy(three: Cluster) -> Non
     assert "block" in event.failed.error_message
     assert three.nodes[1].held(one) is None
     status = three.nodes[1].status()
-    assert status.reserved_bytes == 0
+    assert status.reserved_bytes <= reserved
     assert status.counters["bad_blocks_received"] >= 1
 
 
