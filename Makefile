@@ -60,8 +60,7 @@ $(VENV)/.torch: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.modules: $(VENV)/.created FORCE
-	@$(MODULES) > $@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	@new=$@.$$$$; $(MODULES) > $$new; if cmp -s $$new $@; then rm $$new; else mv $$new $@; fi
 
 FORCE:
 
